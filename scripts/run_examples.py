@@ -7,15 +7,11 @@ python scripts/run_examples.py watch
 import argparse
 import copy
 import os
-import sys
 from pathlib import Path
 from typing import Any
 
 import nbformat
 from nbclient import NotebookClient
-
-sys.path.insert(0, str(Path(__file__).parent / "benchmarks"))
-from arithmetic import arithmetic
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 _METADATA = {
@@ -46,7 +42,7 @@ def executed(notebook: Any, folder: Path) -> tuple[Any, list[dict[str, Any]]]:
     for cell in fresh.cells:
         if cell.cell_type == "code":  # warnings there name paths of this machine
             cell.outputs = [output for output in cell.outputs if output.get("name") != "stderr"]
-    fresh.metadata = nbformat.from_dict({**_METADATA, "arithmetic": arithmetic()})
+    fresh.metadata = nbformat.from_dict(_METADATA)
     return fresh, client.updates
 
 

@@ -1,1 +1,1 @@
-"""Adapters: models that route, and models that remember. The core does not import it."""
+"""Adapters: models that route and models with memory. The core does not import them."""

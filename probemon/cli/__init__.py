@@ -1,21 +1,19 @@
-"""The shell's face: `probemon COMMAND`, one file a command."""
+"""The command line, one file per command."""
 
 from __future__ import annotations
 
 
 def main() -> None:
-    """Run the command line. What it needs is imported here, since its parts import this package, too; Ctrl-C during
-    that ends it without a word.
-    """
+    """Run the command line; Ctrl-C ends its imports silently."""
     import os
     import signal
 
     is_ours = signal.getsignal(signal.SIGINT) is signal.default_int_handler
     if is_ours:
-        # At once: an import that an exception ends tells of it in its own way, and nothing is half written yet.
+        # At once: an interrupted import would report the exception.
         try:
             signal.signal(signal.SIGINT, lambda *_: os._exit(130))
-        except ValueError:  # not on the main thread, which alone is interrupted
+        except ValueError:  # only the main thread is interrupted
             is_ours = False
     try:
         from probemon.cli.app import main as run

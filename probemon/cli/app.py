@@ -1,11 +1,10 @@
-"""The command line: every command, and how it ends.
+"""The command line: all commands, and how they end.
 
     probemon watch demo --prompt "Tell me about whales."
     probemon analyze demo demo mails.jsonl --out scores/
-    probemon train demo mails.jsonl --out mails/
     probemon inspect demo
 
-Bad input ends with one line on standard error and exit status 2.
+Bad input: one line on standard error, exit status 2.
 """
 
 from __future__ import annotations
@@ -28,14 +27,14 @@ from probemon.errors import ConfigError, ProbemonError
 from probemon.util.cache_folders import check_import_folders
 from probemon.util.harmless_text import is_unicode
 
-# Of a file that an error does not name: what a machine lacks at any moment, and no defect of a command.
+# Faults of the machine, not of a command.
 _OF_THE_MACHINE = (errno.ENOSPC, errno.EFBIG, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EMFILE, errno.ENFILE)
 
 app = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},  # of every command below, too
+    context_settings={"help_option_names": ["-h", "--help"]},
 )
 for command in registered():
     loaded = command.load()
@@ -62,7 +61,7 @@ def callback(
 
 
 def main() -> None:
-    """Run the command line and exit. What it writes passes the border to the terminal (`probemon.cli.terminal`)."""
+    """Run the command line, make its output harmless, and exit."""
     try:
         signals.install()
         _open_closed_streams()
@@ -70,21 +69,21 @@ def main() -> None:
             code = _run()
             try:
                 sys.stdout.flush()
-            except OSError as error:  # a closed pipe (`| head`) ends the program, not with a traceback
+            except OSError as error:  # a closed pipe (`| head`): no traceback
                 code = code or _unwritten(error)
-    except KeyboardInterrupt:  # between two lines of this
+    except KeyboardInterrupt:
         code = 130
     finally:
         signals.settle()
         try:
             sys.stdout.flush()
-        except OSError:  # what is left goes nowhere: the interpreter would try again as it ends, and say so
+        except OSError:  # the interpreter would complain at exit
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     sys.exit(signals.received() or code)
 
 
 def _run() -> int:
-    """Run the command that was asked for and return its exit status, 2 for an error of ours."""
+    """Run the command; return its exit status, 2 for expected errors."""
     try:
         _check_arguments()
         code = app(prog_name="probemon", standalone_mode=False)
@@ -97,7 +96,7 @@ def _run() -> int:
     except KeyboardInterrupt:
         return 130
     except SystemExit as ended:
-        if isinstance(ended.__context__, BrokenPipeError):  # as typer ends, whose help nobody reads
+        if isinstance(ended.__context__, BrokenPipeError):  # typer's help into a closed pipe
             return _unwritten(ended.__context__)
         raise
     except Exception as error:
@@ -106,38 +105,37 @@ def _run() -> int:
         if isinstance(error, OSError) and (missing := _missing_folder()):
             say(f"probemon: {missing}", error=True)
             return 2
-        if told := _machine_lacks(error):
-            say(f"probemon: {told}", error=True)
+        if lack := _machine_lacks(error):
+            say(f"probemon: {lack}", error=True)
             return 2
-        if not hasattr(error, "format_message"):  # none of typer's own: a defect, shown whole
+        if not hasattr(error, "format_message"):  # not typer's: a defect
             if not signals.received():  # else the signal caused it
                 traceback.print_exc()
             return 1
-        context = getattr(error, "ctx", None)  # of the command that was used wrongly
-        if type(error).__name__ == "NoArgsIsHelpError":  # nothing was asked: the help is the answer
+        context = getattr(error, "ctx", None)
+        if type(error).__name__ == "NoArgsIsHelpError":
             say(*error.format_message().split("\n"))
             return 0
         path, message = context.command_path if context else "probemon", " ".join(error.format_message().split())
-        known = meant(message, path)
-        end = f"{message.rstrip('.')}: {known}" if known else f"{message} (see {path} --help)"
+        suggestion = meant(message, path)
+        end = f"{message.rstrip('.')}: {suggestion}" if suggestion else f"{message} (see {path} --help)"
         say(f"probemon: {end}", error=True)
         return 2
 
 
 def _check_arguments() -> None:
-    """Raise `ConfigError` for an argument that is not UTF-8, which no file that is written could name."""
     for argument in sys.argv[1:]:
         if not is_unicode(argument):
             try:
                 data = os.fsencode(argument)
-            except UnicodeEncodeError:  # not of the bytes of a shell
+            except UnicodeEncodeError:
                 data = argument.encode("utf-8", "backslashreplace")
             shown = data.decode("utf-8", "backslashreplace")
             raise ConfigError(f"the argument '{shown:.200}' is not UTF-8: write it in UTF-8, or rename its file")
 
 
 def _check_current_folder() -> None:
-    """Raise `ConfigError` where the current folder is gone, in which torch ends the process as it is imported."""
+    """Raise `ConfigError` if the current folder is gone: importing torch would kill the process."""
     try:
         os.getcwd()
     except OSError as error:
@@ -147,7 +145,7 @@ def _check_current_folder() -> None:
 
 
 def _missing_folder() -> str:
-    """Return which folder is missing that torch is imported with, and what names it; "" if none is."""
+    """Describe a missing folder that torch's import needs."""
     try:
         check_import_folders()
     except ConfigError as error:
@@ -156,14 +154,14 @@ def _missing_folder() -> str:
 
 
 def _open_closed_streams() -> None:
-    """Open the null device in place of standard streams that were closed (`probemon ... >&-`), as None by Python."""
+    """Replace closed standard streams (`probemon ... >&-`) by the null device."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115 (open until the end)
 
 
 def _unwritten(error: OSError) -> int:
-    """Return the exit status where standard output cannot be written: as of SIGPIPE, or 2, and say why."""
+    """Return the exit status if standard output cannot be written."""
     if isinstance(error, BrokenPipeError):
         return 141
     say(f"probemon: {_machine_lacks(error)}", error=True)
@@ -171,7 +169,7 @@ def _unwritten(error: OSError) -> int:
 
 
 def _machine_lacks(error: Exception) -> str:
-    """Return what the machine or a path could not give, in a line; "" for an error of another kind."""
+    """Describe what the machine or a path lacks."""
     for cause in _causes(error):
         if _is_out_of_memory(cause):
             return (
@@ -186,7 +184,7 @@ def _machine_lacks(error: Exception) -> str:
 
 
 def _is_out_of_memory(error: BaseException) -> bool:
-    """As `probemon.adapters.bem.memory` has it, without an import of torch."""
+    """As in `probemon.adapters.bem.memory`, without torch."""
     return (
         isinstance(error, MemoryError)
         or (isinstance(error, OSError) and error.errno == errno.ENOMEM)
@@ -198,7 +196,6 @@ def _is_out_of_memory(error: BaseException) -> bool:
 
 
 def _causes(error: BaseException | None) -> Iterator[BaseException]:
-    """Yield an error and those that it came of."""
     seen = set[int]()
     while error is not None and id(error) not in seen:
         yield error
@@ -207,7 +204,7 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def _follows_interrupt(error: BaseException) -> bool:
-    """Whether an error came of Ctrl-C: what is interrupted while it is imported may raise one of its own."""
+    """True if Ctrl-C caused an error, perhaps within an import."""
     return any(isinstance(cause, KeyboardInterrupt) for cause in _causes(error))
 
 

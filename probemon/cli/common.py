@@ -1,6 +1,5 @@
-"""What several commands do alike: they run a host with threads, windows and a prompt, and show progress.
+"""Shared steps of commands: loading, threads, prompts and progress.
 
-use_threads(2)
 model, tokenizer = load_aloud("demo", "cpu")
 with progress_bar("import", unit="probe") as bar: ...
 """
@@ -28,7 +27,7 @@ COMPILES = "compiling code for this processor, as at every first start: about ha
 
 
 def check_generation(prompt: str, max_new_tokens: int) -> None:
-    """Raise `ConfigError` where there is nothing to say to the model, or nothing to generate."""
+    """Raise `ConfigError` for an empty prompt or nothing to generate."""
     if not prompt.strip():
         raise ConfigError("the prompt is empty: say something with --prompt")
     if max_new_tokens < 1:
@@ -36,9 +35,7 @@ def check_generation(prompt: str, max_new_tokens: int) -> None:
 
 
 def chat_messages(tokenizer: Any, prompt: str, system: str | None = None) -> Any:
-    """Return the prompt as a chat, after `system` where there is one, or as it is where the tokenizer has no chat
-    template. Raises `ConfigError` where the template has no place for `system`.
-    """
+    """Return the prompt as chat messages, or as it is without a chat template. Raises `ConfigError`."""
     has_template = bool(getattr(tokenizer, "chat_template", None))
     if system is None:
         return [{"role": "user", "content": prompt}] if has_template else prompt
@@ -57,12 +54,14 @@ def chat_messages(tokenizer: Any, prompt: str, system: str | None = None) -> Any
 def sampling_arguments(
     sample: bool, temperature: float | None, top_p: float | None, seed: int | None
 ) -> dict[str, Any]:
-    """Return what `generate` is told of sampling. Raises `ConfigError`, also for what cannot be a seed."""
-    given = {
+    """Return arguments for `generate`. Raises `ConfigError`."""
+    sampling_options = {
         name: value for name, value in {"--temperature": temperature, "--top-p": top_p}.items() if value is not None
     }
-    if given and not sample:
-        raise ConfigError(f"{' and '.join(given)} without --sample: the most likely token is taken, so add --sample")
+    if sampling_options and not sample:
+        raise ConfigError(
+            f"{' and '.join(sampling_options)} without --sample: the most likely token is taken, so add --sample"
+        )
     if temperature is not None and not 0 < temperature < float("inf"):
         raise ConfigError(f"--temperature is {temperature:g}: give more than 0")
     if top_p is not None and not 0 < top_p <= 1:
@@ -74,7 +73,7 @@ def sampling_arguments(
 
 
 def check_fits(host: Any, tokenizer: Any, messages: Any) -> None:
-    """Raise `ConfigError` where a prompt is longer than what the model was made to read."""
+    """Raise `ConfigError` if a prompt exceeds the model's context."""
     from probemon.monitor.stream import encode
 
     config: Any = getattr(host, "config", None)
@@ -89,9 +88,7 @@ MODEL_FIRST = "give the model first, then the pack"
 
 
 def pack_for(model: str, pack: str | None) -> str:
-    """Return the PACK that was given, the shipped one where MODEL is demo. Raises `ConfigError` for other models, and
-    where MODEL is a pack.
-    """
+    """Return PACK, by default the demo model's. Raises `ConfigError`."""
     check_is_no_pack(model, MODEL_FIRST)
     if pack is None and model != "demo":
         near = ", did you mean 'demo'?" if difflib.get_close_matches(model, ["demo"]) else ""
@@ -101,14 +98,14 @@ def pack_for(model: str, pack: str | None) -> str:
 
 
 def check_beside_file(packs: object, alert_set: str | None = None, audit_rate: float = 0.0) -> None:
-    """Raise `ConfigError` where an argument is given that a deployment says already."""
-    for name, given in (("PACK", packs), ("--alert-set", alert_set), ("--audit-rate", audit_rate)):
-        if given:
-            raise ConfigError(f"{name} is for the deployment file to say: leave it out, or --deployment")
+    """Raise `ConfigError` for an argument that a deployment file sets."""
+    for name, value in (("PACK", packs), ("--alert-set", alert_set), ("--audit-rate", audit_rate)):
+        if value:
+            raise ConfigError(f"{name} belongs in the deployment file: leave it out, or --deployment")
 
 
 def use_threads(threads: int) -> None:
-    """Set torch's threads; 0 leaves what it chose. Raises `ConfigError`."""
+    """Set torch's threads, unless 0. Raises `ConfigError`."""
     import torch
 
     if threads < 0:
@@ -118,14 +115,14 @@ def use_threads(threads: int) -> None:
 
 
 def bytes_of(budget: float) -> int:
-    """Return the bytes of a --budget in GB."""
+    """Convert GB to bytes."""
     if not (budget == 0 or 1e-9 <= budget < math.inf):
         raise ConfigError(f"--budget is {budget:g}: give a number of GB, one byte (1e-09) or more")
     return int(budget * 1e9)
 
 
 def load_aloud(name: str, device: str, dtype: str = "auto", *, reads_texts: bool = False) -> tuple[Any, Any]:
-    """Call `load_model`, and say on standard error what takes long, or would take less where many texts are read."""
+    """Call `load_model`; print slow steps, and advice for reading many texts."""
     from rich.text import Text
 
     from probemon.engine.kernels import check_device
@@ -141,9 +138,7 @@ def load_aloud(name: str, device: str, dtype: str = "auto", *, reads_texts: bool
 
 @contextmanager
 def told_if_long(what: str, seconds: float = 3.0, when: Callable[[], bool] = lambda: True) -> Iterator[None]:
-    """Say `what` in a terminal once the block has taken some seconds and `when()` is true, so that nobody takes it for
-    stuck.
-    """
+    """Print `what` in a terminal if the block takes `seconds` and `when()` is true."""
     if not terminal(error=True).is_terminal:
         yield
         return
@@ -165,7 +160,7 @@ def told_if_long(what: str, seconds: float = 3.0, when: Callable[[], bool] = lam
 
 
 def make_manager(pack: AnyPack, **settings: Any) -> DynamicProbeManager:
-    """Make a manager; if that takes long because code is compiled, say so."""
+    """Make a manager; say so if code is compiled."""
     from probemon.engine.kernels import n_compiled
     from probemon.manager import DynamicProbeManager
 
@@ -175,7 +170,7 @@ def make_manager(pack: AnyPack, **settings: Any) -> DynamicProbeManager:
 
 
 def progress_bar(label: str, *, total: float | None = None, unit: str = "doc", postfix: str = "") -> Any:
-    """Return a tqdm bar on standard error, shown on a terminal alone; `postfix` is "{postfix}" to show one."""
+    """Return a tqdm bar on standard error, for terminals only."""
     from tqdm import tqdm
 
     counts = "{n:.0f}/{total_fmt} {unit} " if unit else ""

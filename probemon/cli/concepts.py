@@ -1,8 +1,7 @@
 """The command concepts.
 
 probemon concepts demo              # the top of the hierarchy
-probemon concepts demo animal       # one concept: what is above it, and all below
-probemon concepts demo "*crime*" --json
+probemon concepts demo animal       # one concept: ancestors and descendants
 """
 
 from __future__ import annotations
@@ -25,17 +24,17 @@ if TYPE_CHECKING:
 
     from probemon.packs.pack import ProbePack
 
-_MOST_LINES = 100  # concepts shown unless --depth asks for more
-_MOST_IN_FULL = 24  # concepts shown with their whole definitions, and with examples
+_MOST_LINES = 100
+_MOST_IN_FULL = 24  # concepts, for whole definitions
 _MOST_EXAMPLES = 8
-_MOST_NAMES = 40  # of concepts that are not shown
-_WIDE = 10_000  # columns where there is no terminal: nothing is cut
+_MOST_NAMES = 40
+_WIDE = 10_000
 
 
 @dataclass(frozen=True)
 class Line:
-    """A concept where it stands in the tree: `guides` lead to it; its concepts below stand at another place if not
-    `opens`; those that are `hidden`, the nearest first, are not shown at all.
+    """A concept in the tree, after `guides`. Not `opens`: its children are listed elsewhere; `hidden`: descendants not
+    shown.
     """
 
     probe: int
@@ -83,13 +82,11 @@ def concepts(
 
 
 def _named(pack: ProbePack, pattern: str) -> list[int]:
-    """Return the probes that a pattern means, all where a name is that of several. Raises `UnknownConcept`."""
     same_name = [probe for probe, concept in enumerate(pack.concepts) if concept["name"] == pattern]
     return same_name if len(same_name) > 1 else pack.find_all(pattern)
 
 
 def _fitting(levels: Sequence[Sequence[int]]) -> int:
-    """Return how many levels below the first one to show."""
     n_shown = n_fitting = 0
     for depth, level in enumerate(levels):
         n_shown += len(level)
@@ -98,9 +95,9 @@ def _fitting(levels: Sequence[Sequence[int]]) -> int:
 
 
 def _lines(pack: ProbePack, shown: set[int]) -> Iterator[Line]:
-    """Yield the lines of the tree of some probes, which has every parent of each; what is below one stands once."""
+    """Yield the tree of `shown` probes; each subtree is listed once."""
     tree, met = pack.tree, set[int]()
-    # What is still to come, the next one last: a probe, the guides before it, those before its children.
+    # A stack of probes and guides.
     pending = [(root, "", "") for root in reversed(tree.roots.tolist()) if root in shown]
     while pending:
         probe, guides, next_guides = pending.pop()
@@ -157,7 +154,7 @@ def _show(pack: ProbePack, shown: set[int], matches: set[int], deepest: int, dep
         )
         say(f"over: the score over which a concept fires.{right}")
     if depth < deepest:
-        say(f"--depth {deepest} shows all that lies below; a name after the pack, one concept and what is below it.")
+        say(f"--depth {deepest} shows everything below; a name after the pack shows one concept and what is below it.")
 
 
 def _style(probe: int, matches: set[int]) -> str:
@@ -165,11 +162,10 @@ def _style(probe: int, matches: set[int]) -> str:
 
 
 def _meaning(pack: ProbePack, line: Line, *, in_full: bool) -> Text:
-    """Return the definition of a concept, or the names below it that are not shown; in full both, and examples."""
     from rich.text import Text
 
     if not line.opens:
-        return Text("(what is below it stands above)", style="dim")
+        return Text("(what is below it is listed above)", style="dim")
     concept = pack.concepts[line.probe]
     definition, words = str(concept.get("definition") or ""), texts_of(concept.get("words"))[:_MOST_EXAMPLES]
     parts = [Text(harmless(definition))] if definition and (in_full or not line.hidden) else []

@@ -19,13 +19,12 @@ from probemon.util.counted import counted
 if TYPE_CHECKING:
     from probemon.packs.pack import ProbePack
 
-# What is shown of a pack's quality; `--json` has all of it.
 _PER_LEVEL = ("auroc_median", "auroc_p10", "auroc_siblings_median", "auroc_examples_median")
 _OVERALL = {
     "AUROC": {
         "auroc_median": "median",
         "auroc_p10": "tenth percentile",
-        "auroc_siblings_median": "median beside siblings",
+        "auroc_siblings_median": "median against siblings",
         "auroc_examples_median": "median in examples",
         "n_test": "states tested",
     },
@@ -40,7 +39,7 @@ _OVERALL = {
     },
 }
 _MEANS = {
-    "auroc_siblings_median": "siblings: beside words of the concepts with the same parent",
+    "auroc_siblings_median": "siblings: against words of the concepts with the same parent",
     "auroc_examples_median": "examples: in sentences that show how a word is used",
 }
 
@@ -61,24 +60,21 @@ def _calibrations(pack: ProbePack) -> list[dict[str, Any]]:
 
 
 def _groups(pack: ProbePack) -> list[list[str]]:
-    """Return the ids of the members of each softmax group."""
     groups = pack.tree.groups
     parts = np.split(groups.members, groups.ptr[1:-1]) if len(groups) else []
     return [[pack.concepts[probe]["id"] for probe in part.tolist()] for part in parts]
 
 
-def _of(stated: Mapping[str, Any], names: Mapping[str, str]) -> list[str]:
-    """Return what is stated under some names, each in words."""
+def _of(quality: Mapping[str, Any], names: Mapping[str, str]) -> list[str]:
     return [
-        f"{words} {stated[name]:.3g}" if isinstance(stated[name], float) else f"{words} {stated[name]}"
+        f"{words} {quality[name]:.3g}" if isinstance(quality[name], float) else f"{words} {quality[name]}"
         for name, words in names.items()
-        if isinstance(stated.get(name), (int, float))
+        if isinstance(quality.get(name), (int, float))
     ]
 
 
-def _rounded(stated: Mapping[str, Any]) -> str:
-    """How far rounding to int8 moved scores."""
-    moved = ", ".join(_of(stated, {"max_score_error": "at most", "mean_score_error": "on average"}))
+def _rounded(errors: Mapping[str, Any]) -> str:
+    moved = ", ".join(_of(errors, {"max_score_error": "at most", "mean_score_error": "on average"}))
     return f"which moved scores ({moved})" if moved else "by how much is not stated"
 
 
@@ -113,7 +109,7 @@ def _as_dict(pack: ProbePack) -> dict[str, Any]:
 
 
 def _show(pack: ProbePack) -> None:
-    from probemon.core.probes import is_recurrent  # which imports torch
+    from probemon.core.probes import is_recurrent  # imports torch
 
     manifest, host = pack.manifest, pack.manifest["host"]
     say(
@@ -125,7 +121,7 @@ def _show(pack: ProbePack) -> None:
     size = pack.architecture.hidden_size
     width = f"{size} values a token" if any(map(is_recurrent, pack.sites)) else f"hidden size {size}"
     say(
-        f"for {host.get('model_id') or 'a host that is not stated'} ({n_layers}{width}), read at"
+        f"for {host.get('model_id') or 'a model that is not stated'} ({n_layers}{width}), read at"
         f" {', '.join(pack.sites)}; licence: {manifest['licence']}"
     )
     _show_levels(pack)
@@ -136,21 +132,23 @@ def _show(pack: ProbePack) -> None:
             f"{counted(sum(map(len, groups)), 'probe')} in {counted(len(groups), 'softmax group')} ({first},"
             " for example): within each, scores add up to 1"
         )
-    stated = manifest.get("quality") or {}
-    figures = [f"{about}: {', '.join(values)}" for about, names in _OVERALL.items() if (values := _of(stated, names))]
-    trained = stated.get("concepts")  # of packs that probemon train made
-    found = trained.values() if isinstance(trained, dict) else ()
-    areas = [one["auroc"] for one in found if isinstance(one, dict) and is_number(one.get("auroc"))]
+    quality = manifest.get("quality") or {}
+    figures = [f"{about}: {', '.join(values)}" for about, names in _OVERALL.items() if (values := _of(quality, names))]
+    trained = quality.get("concepts")
+    trained_concepts = trained.values() if isinstance(trained, dict) else ()
+    areas = [one["auroc"] for one in trained_concepts if isinstance(one, dict) and is_number(one.get("auroc"))]
     if areas and not figures:
         figures = [
             f"AUROC of {counted(len(areas), 'concept')} on test texts: median {median(areas):.3f},"
             f" least {min(areas):.3f}"
         ]
-    rounded = stated.get("int8")
-    of = f" of the weights before they were rounded, {_rounded(rounded)}" if isinstance(rounded, dict) else ""
-    say(f"quality{of}: {'; '.join(figures) or 'not stated'}")
+    rounded = quality.get("int8")
+    before_rounding = (
+        f" of the weights before they were rounded, {_rounded(rounded)}" if isinstance(rounded, dict) else ""
+    )
+    say(f"quality{before_rounding}: {'; '.join(figures) or 'not stated'}")
     if pack.alert_sets:
-        others = f"; beside it {', '.join(pack.alert_sets[1:])}" if pack.alert_sets[1:] else ""
+        others = f"; also {', '.join(pack.alert_sets[1:])}" if pack.alert_sets[1:] else ""
         say(f"alert thresholds: {pack.alert_sets[0]}, which it recommends{others}")
     if pack.counted:
         say(f"it says how its concepts score on ordinary text, by {', '.join(pack.counted)} (rules: z:pack, rank:pack)")

@@ -1,4 +1,4 @@
-"""Arguments and options that several commands share, each as the type of a parameter.
+"""Arguments and options of several commands, as parameter types.
 
 from probemon.cli import options as opt
 
@@ -23,7 +23,7 @@ Model = Annotated[
 _PACK = "A probe pack: a folder, a hub name, or 'demo' for the one that comes with probemon"
 Pack = Annotated[str, typer.Argument(metavar="PACK", help=f"{_PACK}.")]
 PackOfModel = Annotated[
-    str | None, typer.Argument(metavar="PACK", help=f"{_PACK}. It may be left out where MODEL is demo.")
+    str | None, typer.Argument(metavar="PACK", help=f"{_PACK}. It may be left out if MODEL is demo.")
 ]
 MorePacks = Annotated[
     list[str] | None,
@@ -31,17 +31,15 @@ MorePacks = Annotated[
         "--pack",
         metavar="PACK",
         help=(
-            "Another pack, beside PACK in one run; may be repeated. NAME=PACK gives one a name of your own, where two"
-            " have the same."
+            "Another pack, alongside PACK in one run; may be repeated. NAME=PACK gives one a name of your choice, if"
+            " two have the same."
         ),
     ),
 ]
 
 Prompt = Annotated[str, typer.Option(help="What to say to the model.")]
 MaxNewTokens = Annotated[int, typer.Option(help="Tokens to generate.")]
-Plain = Annotated[
-    bool, typer.Option("--plain", help="One line a token, for pipes (the default where there is no terminal).")
-]
+Plain = Annotated[bool, typer.Option("--plain", help="One line a token, for pipes (the default without a terminal).")]
 
 Sample = Annotated[bool, typer.Option("--sample", help="Draw tokens instead of taking the most likely one.")]
 Temperature = Annotated[float | None, typer.Option(help="With --sample: below 1 likely tokens are likelier still.")]
@@ -66,7 +64,7 @@ StopOn = Annotated[
     typer.Option(
         metavar="CONCEPT",
         help=(
-            "Stop where the concept fires in what is generated; CONCEPT:STRENGTH, where it is so much over its"
+            "Stop when the concept fires in generated text; CONCEPT:STRENGTH, when it is so much over its"
             " threshold; CONCEPT:above=SCORE, over a score of your own. May be repeated."
         ),
     ),
@@ -76,7 +74,7 @@ StopAggregate = Annotated[
     typer.Option(
         "--aggregate",
         help=(
-            "What --stop-on compares: none (each token's score), or the running score that the pack was trained or"
+            "The score that --stop-on compares: none (each token's), or the running score that the pack was trained or"
             " calibrated for, such as ema:0.3."
         ),
     ),
@@ -91,7 +89,7 @@ DeploymentFile = Annotated[
     typer.Option(
         "--deployment",
         metavar="FILE",
-        help="What is watched and what follows, in a file (see probemon deploy check), instead of PACK.",
+        help="A file that says what to watch and what follows (see probemon deploy check), instead of PACK.",
     ),
 ]
 
@@ -99,7 +97,7 @@ Device = Annotated[str, typer.Option(help="Where model and probes run: cpu, cuda
 ChatDate = Annotated[
     str,
     typer.Option(
-        help="The day, as YYYY-MM-DD, that chats are rendered with where the model's template writes today's date."
+        help="The day, as YYYY-MM-DD, that chats are rendered with if the model's template writes today's date."
     ),
 ]
 Threads = Annotated[int, typer.Option(help="CPU threads for the model; 0: what torch chooses.")]
@@ -111,7 +109,7 @@ AlertSet = Annotated[
     str | None,
     typer.Option(
         metavar="NAME",
-        help="Which of the pack's sets of alert thresholds says what fires; by default the one it recommends.",
+        help="The pack's set of alert thresholds to use; by default the one it recommends.",
     ),
 ]
 AuditRate = Annotated[
@@ -132,5 +130,5 @@ AsJson = Annotated[bool, typer.Option("--json", help="One JSON object.")]
 JsonBesideView = Annotated[
     bool, typer.Option("--json", help="One JSON object on standard output; the view goes to standard error.")
 ]
-OverwritePack = Annotated[bool, typer.Option("--overwrite", help="Replace a pack that is there.")]
+OverwritePack = Annotated[bool, typer.Option("--overwrite", help="Replace an existing pack.")]
 PackName = Annotated[str, typer.Option("--name", help="Name of the new pack.")]

@@ -1,4 +1,4 @@
-"""The commands that make packs of packs, compare them and push them.
+"""Commands that make packs from packs, compare and push them.
 
 probemon pack merge animals/ deception/ both/
 probemon pack subset PACK whales/ --concept whale --concept "ship*"
@@ -47,7 +47,7 @@ def merge(
     prefix: Annotated[bool, typer.Option("--prefix", help="Put each pack's name before its ids, as name:id.")] = False,
     overwrite: opt.OverwritePack = False,
 ) -> None:
-    """Put the probes of several packs for one host into one pack."""
+    """Put the probes of several packs for one model into one pack."""
     from probemon.packs.edit import merge as merge_packs
 
     if len(folders) < 3:
@@ -69,7 +69,7 @@ def subset(
     out: Out,
     concept: Annotated[
         list[str],
-        typer.Option(help="A concept to keep: an id, a name, or a pattern such as 'ship*'. May be given again."),
+        typer.Option(help="A concept to keep: an id, a name, or a pattern such as 'ship*'. May be repeated."),
     ],
     above: Annotated[bool, typer.Option("--above/--no-above", help="Keep all concepts above them.")] = True,
     below: Annotated[bool, typer.Option("--below/--no-below", help="Keep all concepts below them.")] = True,
@@ -79,8 +79,8 @@ def subset(
     """Make a pack of some concepts, with those above and below them."""
     from probemon.packs.edit import subset as cut
 
-    kept = cut(_open(source), out, concept, above=above, below=below, name=name or None, overwrite=overwrite)
-    _say_written(kept, out)
+    smaller = cut(_open(source), out, concept, above=above, below=below, name=name or None, overwrite=overwrite)
+    _say_written(smaller, out)
 
 
 @pack.command()
@@ -106,7 +106,7 @@ def diff(
     b: Annotated[str, typer.Argument(metavar="B", help="Another.")],
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object, with every concept that differs.")] = False,
 ) -> None:
-    """Show what differs between two packs, concept by concept. The exit status is 1 where anything does."""
+    """Show what differs between two packs, concept by concept. The exit status is 1 if anything does."""
     from probemon.packs.diff import pack_diff
 
     difference = pack_diff(_open(a), _open(b))
@@ -116,7 +116,7 @@ def diff(
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """Read a JSON object from a file. Raises `ConfigError`."""
+    """Read a JSON object. Raises `ConfigError`."""
     try:
         size = path.stat().st_size
         if size > _MAX_JSON_BYTES:
@@ -142,9 +142,9 @@ def _open(source: str) -> ProbePack:
     return ProbePack.from_pretrained(source)
 
 
-def _report(outcome: object, stated: dict[str, Any], as_json: bool) -> None:
+def _report(outcome: object, content: dict[str, Any], as_json: bool) -> None:
     if as_json:
-        answer(stated)
+        answer(content)
     else:
         say(*str(outcome).split("\n"))
 
@@ -181,7 +181,7 @@ def hierarchy(
         Path | None,
         typer.Option(
             help=(
-                "The new pack: a folder that is not there yet; else PACK-tree, beside it. With --from-weights nothing"
+                "The new pack: a folder that is not there yet; else PACK-tree, next to it. With --from-weights nothing"
                 " is written without it."
             )
         ),
@@ -202,14 +202,14 @@ def hierarchy(
         placed, outcome = with_hierarchy(
             _open(source), read_object(tree), target, name=name or None, overwrite=overwrite
         )
-        stated = {key: getattr(outcome, key) for key in ("n_placed", "n_roots", "groups", "unnamed")}
-        _report(outcome, {**stated, "out": str(target)}, as_json)
+        fields = {key: getattr(outcome, key) for key in ("n_placed", "n_roots", "groups", "unnamed")}
+        _report(outcome, {**fields, "out": str(target)}, as_json)
         if not as_json:
             _say_written(placed, str(target))
         return
     proposal = propose(_open(source), threshold=threshold)
-    stated = {key: getattr(proposal, key) for key in ("n_tried", "share", "n_states", "states")}
-    _report(proposal, {"n_groups": len(proposal.groups), **stated}, as_json)
+    fields = {key: getattr(proposal, key) for key in ("n_tried", "share", "n_states", "states")}
+    _report(proposal, {"n_groups": len(proposal.groups), **fields}, as_json)
     if out is not None:
         written = proposal.write(out, name=name or None, overwrite=overwrite)
         if not as_json:
@@ -245,13 +245,13 @@ def quantize(source: opt.Pack, out: Out, as_json: opt.AsJson = False, overwrite:
 def push(
     source: opt.Pack,
     repository: Annotated[
-        str, typer.Argument(metavar="ORG/NAME", help="Where to on the Hugging Face hub; made where there is none.")
+        str, typer.Argument(metavar="ORG/NAME", help="Where to on the Hugging Face hub; created if missing.")
     ],
     private: Annotated[
         bool | None,
         typer.Option("--private/--public", help="For a repository that is made; else what its owner has set."),
     ] = None,
-    revision: Annotated[str, typer.Option(help="A branch, made where there is none; else main.")] = "",
+    revision: Annotated[str, typer.Option(help="A branch, created if missing; else main.")] = "",
     message: Annotated[str, typer.Option(help="Message of the commit.")] = "",
     create_pr: Annotated[bool, typer.Option("--create-pr", help="Open a pull request instead.")] = False,
     as_json: opt.AsJson = False,

@@ -1,9 +1,4 @@
-"""Commands: the core's here, and each wing's in its own `cli` package.
-
-    COMMANDS = (Command("analyze", "probemon.lab.cli.analyze:analyze", "Score every token of a corpus."),)
-
-The app imports no wing: it asks each for its table `COMMANDS` by name.
-"""
+"""The table of commands; each wing has its own, which the app imports by name."""
 
 from __future__ import annotations
 
@@ -15,18 +10,14 @@ WINGS = ("lab", "ops", "adapters")
 
 
 class Command(NamedTuple):
-    """A command by its name in the shell.
-
-    - `target`: `module:attribute` of its function, or of a `typer.Typer` that holds several.
-    - `summary`: one line of at most 60 characters in the list of commands; a Typer has its own.
-    """
+    """A command. `target`: `module:attribute` of a function or `typer.Typer`; `summary`: at most 60 characters."""
 
     name: str
     target: str
     summary: str = ""
 
     def load(self) -> Any:
-        """Import and return the function or Typer."""
+        """Import the function or Typer."""
         module, _, attribute = self.target.partition(":")
         return getattr(import_module(module), attribute)
 
@@ -47,14 +38,14 @@ COMMANDS = (
 
 
 def registered() -> Iterator[Command]:
-    """Yield every command in the order of the help: the core's, then each wing's."""
+    """Yield all commands in the help's order."""
     yield from COMMANDS
     for wing in WINGS:
         yield from import_module(f"probemon.{wing}.cli").COMMANDS
 
 
 def followers_of_view(model: Any) -> list[Any]:
-    """Return what the wings show of a model alongside concepts, as followers of its run: their `followers_of_view`."""
+    """Return the wings' followers that show more than concepts."""
     modules = [import_module(f"probemon.{wing}.cli") for wing in WINGS]
     of_view = [module.followers_of_view for module in modules if hasattr(module, "followers_of_view")]
     return [follower for followers in of_view for follower in followers(model)]

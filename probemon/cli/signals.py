@@ -1,5 +1,4 @@
-"""Signals that end a command: SIGTERM and SIGHUP, as an exit that lets the command take away what is half written; and
-the first SIGINT of a block that ends by itself when it is told to.
+"""Signals that end a command: SIGTERM and SIGHUP exit with clean-up; the first SIGINT may end a block gently.
 
     install()
     try:
@@ -10,9 +9,8 @@ the first SIGINT of a block that ends by itself when it is told to.
 
     with on_interrupt(watching.interrupt): ...
 
-The handler raises `SystemExit`, at whatever Python runs at that moment. Where compiled code has called Python back
-(numba does while it compiles), an exception cannot go on: Python drops it, and the command would too. It is then
-raised again a little later, and `received` says that any error on the way came of it.
+The handler raises `SystemExit`. Python drops it in a callback from compiled code (as while numba compiles), so it is
+raised again later; `received` then explains other errors.
 """
 
 from __future__ import annotations
@@ -26,7 +24,7 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
-_AGAIN_SECONDS = 1.0  # an error that follows a dropped exit has ended the command by then, with all that it takes away
+_AGAIN_SECONDS = 1.0  # until other errors have ended the command
 _pending: list[threading.Timer] = []
 _received: list[int] = []
 
@@ -36,8 +34,7 @@ class _Ended(SystemExit):
 
 
 def install() -> None:
-    """Set the handlers, where nobody has set others. Python allows it on the main thread alone; elsewhere nothing is
-    set."""
+    """Replace default handlers, on the main thread only."""
     _received.clear()
     if threading.current_thread() is not threading.main_thread():
         return
@@ -50,15 +47,15 @@ def install() -> None:
 
 
 def received() -> int:
-    """The exit status by the signal that came, 0 where none did."""
+    """Exit status of the signal, or 0."""
     return 128 + _received[0] if _received else 0
 
 
 @contextmanager
 def on_interrupt(action: Callable[[], None]) -> Iterator[None]:
-    """Call `action` at the first SIGINT (Ctrl-C) of the block; the next one is a `KeyboardInterrupt` as ever.
+    """Call `action` at the block's first SIGINT (Ctrl-C); the next is a `KeyboardInterrupt`.
 
-    Nothing is set on other threads than the main one, nor where SIGINT is ignored or somebody else's.
+    Does nothing on other threads or if SIGINT has another handler.
     """
 
     def first(number: int, frame: FrameType | None) -> None:
@@ -79,7 +76,7 @@ def on_interrupt(action: Callable[[], None]) -> Iterator[None]:
 
 
 def settle() -> None:
-    """The command is over: an exit that was dropped is not raised again."""
+    """Cancel pending exits."""
     while _pending:
         _pending.pop().cancel()
 
@@ -90,7 +87,7 @@ def _end(number: int, frame: FrameType | None) -> None:
 
 
 class _Unraisable:
-    """Python's hook for exceptions that it drops."""
+    """Hook for exceptions that Python drops."""
 
     def __init__(self, otherwise: Any) -> None:
         self._otherwise = otherwise
@@ -100,7 +97,7 @@ class _Unraisable:
             self._otherwise(dropped)
             return
         number = _received[-1] if issubclass(dropped.exc_type, _Ended) else signal.SIGINT
-        again = threading.Timer(_AGAIN_SECONDS, os.kill, (os.getpid(), number))
-        again.daemon = True
-        _pending.append(again)
-        again.start()
+        timer = threading.Timer(_AGAIN_SECONDS, os.kill, (os.getpid(), number))
+        timer.daemon = True
+        _pending.append(timer)
+        timer.start()

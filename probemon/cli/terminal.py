@@ -1,14 +1,11 @@
-"""The border to the terminal: every text of a command leaves through here, and none of it is obeyed.
+"""Output of commands, made harmless: no text controls the terminal.
 
-    with border():                         # around sys.stdout and sys.stderr: prints, warnings, logs, tracebacks
-        say(f"{name}: {licence}")                  # a line; of several arguments each is one
-        say("not found", error=True)               # on standard error
+    with border():                         # wraps sys.stdout and sys.stderr
+        say(f"{name}: {licence}")                  # one line per argument
         answer({"name": name})                     # one line of JSON
-        terminal().print(table)                    # a rich console that takes no text for markup
+        terminal().print(table)                    # a rich console without markup
 
-Names, texts and paths are somebody else's. A terminal would act on some of their characters: escapes, other
-controls, changes of the writing direction, and those that nobody sees. They are shown as Python writes them,
-`\\x1b`; so is what cannot be encoded. A line break in a text is shown, too: it cannot begin a line of its own.
+Control and invisible characters, and those that cannot be encoded, are escaped.
 """
 
 from __future__ import annotations
@@ -32,14 +29,14 @@ _BLANKS = re.compile(r" +(?=\n)")
 
 
 def say(*lines: object, error: bool = False) -> None:
-    """Print each argument as one line, on standard output or standard error."""
+    """Print each argument as one line."""
     stream = sys.stderr if error else sys.stdout
     for line in lines:
         stream.write(harmless(str(line)) + "\n")
 
 
 def answer(content: Mapping[str, Any]) -> None:
-    """Print an object as one line of JSON, in ASCII; a number that is not finite is null."""
+    """Print one line of ASCII JSON; numbers that are not finite become null."""
     try:
         text = json.dumps(content, allow_nan=False)
     except ValueError:
@@ -56,16 +53,13 @@ def _finite(value: Any) -> Any:
 
 
 class Bordered(io.TextIOBase):
-    """A stream whose texts are made harmless on their way.
-
-    Lines stay lines; on a terminal a progress bar may go back to the beginning of its own.
-    """
+    """A stream that makes texts harmless. Line ends stay; on a terminal also a leading "\\r", for progress bars."""
 
     def __init__(self, stream: TextIO) -> None:
         self.unbordered = stream
 
     def write(self, text: str) -> int:
-        """As of any stream."""
+        """Write harmless text."""
         begin = "\r" if text.startswith("\r") and self.isatty() else ""
         shown = begin + harmless(text[len(begin) :], keep="\n\t")
         self._put(shown)
@@ -75,18 +69,18 @@ class Bordered(io.TextIOBase):
         with self._named():
             try:
                 self.unbordered.write(shown)
-            except UnicodeEncodeError:  # a terminal of few characters
+            except UnicodeEncodeError:
                 encoding = self.unbordered.encoding or "ascii"
                 self.unbordered.write(shown.encode(encoding, "backslashreplace").decode(encoding))
 
     def flush(self) -> None:
-        """As of any stream."""
+        """Flush the stream."""
         with self._named():
             self.unbordered.flush()
 
     @contextmanager
     def _named(self) -> Iterator[None]:
-        """Name the stream in an error of the system, which names files alone."""
+        """Name the stream in an OSError."""
         try:
             yield
         except OSError as error:
@@ -97,31 +91,31 @@ class Bordered(io.TextIOBase):
             raise
 
     def isatty(self) -> bool:
-        """As of the stream."""
+        """As the stream."""
         return self.unbordered.isatty()
 
     def fileno(self) -> int:
-        """As of the stream."""
+        """As the stream."""
         return self.unbordered.fileno()
 
     def writable(self) -> bool:
-        """It is."""
+        """True."""
         return True
 
     @property
     def errors(self) -> str:  # type: ignore[override]
-        """What cannot be encoded is written out."""
+        """Escapes what cannot be encoded."""
         return "backslashreplace"
 
     @property
     def encoding(self) -> str:  # type: ignore[override]
-        """As of the stream."""
+        """As the stream."""
         return self.unbordered.encoding
 
 
 @contextmanager
 def border() -> Iterator[None]:
-    """Put the border around standard output and standard error while the block runs."""
+    """Wrap standard output and standard error."""
     before = sys.stdout, sys.stderr
     sys.stdout, sys.stderr = Bordered(sys.stdout), Bordered(sys.stderr)  # type: ignore[assignment]
     try:
@@ -131,22 +125,16 @@ def border() -> Iterator[None]:
 
 
 class _FromRich(Bordered):
-    """A terminal; or a file or pipe, into which tables go without the blanks that fill their last column.
-
-    What rich writes is harmless already; its colours, where they are forced, stay.
-    """
+    """For rich, whose output is harmless; files and pipes lose the blanks that pad tables."""
 
     def write(self, text: str) -> int:
-        """As of any stream."""
+        """Write."""
         self._put(text if self.isatty() else _BLANKS.sub("", text))
         return len(text)
 
 
 def terminal(*, error: bool = False, **options: Any) -> Console:
-    """Return a rich console at the border: text is never markup, and is harmless in tables, titles and `Text` too.
-
-    `options`: of `rich.console.Console`.
-    """
+    """Return a rich console without markup that makes texts harmless. `options`: of `rich.console.Console`."""
     from rich.console import Console
     from rich.segment import Segment
     from rich.text import Text
@@ -157,7 +145,7 @@ def terminal(*, error: bool = False, **options: Any) -> Console:
 
         def render(self, renderable: Any, options: Any = None) -> Iterable[Segment]:
             for segment in super().render(renderable, options):
-                if segment.control is None:  # a control segment is rich's own: to move the cursor
+                if segment.control is None:  # rich's cursor moves
                     segment = Segment(harmless(segment.text, keep="\n"), segment.style)
                 yield segment
 
@@ -176,16 +164,14 @@ def terminal(*, error: bool = False, **options: Any) -> Console:
 
 
 def plain_table(**options: Any) -> Table:
-    """Return a rich table without a frame. `options`: of `rich.table.Table`."""
+    """Return a rich table without a frame."""
     from rich.table import Table
 
     return Table(box=None, pad_edge=False, header_style="dim", **options)
 
 
 def shorten_path(path: Sequence[str], width: int) -> list[str]:
-    """Return a path from the root; where it is wider than `width`, names between root and concept give way, then the
-    root: the concept is what the numbers beside it are of.
-    """
+    """Shorten a path to `width`: first drop middle names, then the root; the concept stays."""
     shown, n_kept = list(path), len(path) - 1
     while n_kept > 1 and len(" > ".join(shown)) > width:
         n_kept -= 1

@@ -1,15 +1,11 @@
-"""Aggregators: running scores over the tokens so far, bit for bit the same online and offline.
+"""Aggregators: running scores over tokens, bit for bit the same online and offline.
 
-    aggregator = Ema(weight=0.3)                            # or named("mean"), named(None), parse("ema:0.3"), ...
-                                                            # z-scores and ranks: probemon.core.baselines
-    state = aggregator.begin()
-    state, values = aggregator.add(state, scores)           # scores [K] of one token of one row -> values [K] float64
-    running = over(aggregator, scores)                      # scores [T, K] -> [T, K] float64, by the same steps
+    aggregator = Ema(weight=0.3)                            # or parse("ema:0.3")
+    state, values = aggregator.add(aggregator.begin(), scores)  # [K] of one token -> [K] float64
+    running = over(aggregator, scores)                      # [T, K] -> [T, K] float64
 
-A state is a value: its arrays are read-only. A copied beam may therefore share it, and a rejected draft is undone by
-going back to the older state. It takes O(K) memory, O(n * K) in the rolling aggregators, however many the tokens.
-A token that was not seen has no score: leave it out. An inactive probe's score is 0, which is a score.
-Every operation is element by element, so that a concept's values do not depend on the concepts beside it.
+States are immutable: beams may share one, and rejected drafts return to an older one. They take O(K) memory, rolling
+ones O(n * K). Leave out unseen tokens; an inactive probe's score is 0. Concepts do not affect each other.
 """
 
 from __future__ import annotations
@@ -32,18 +28,16 @@ Doubles = npt.NDArray[np.float64]
 
 @runtime_checkable
 class Aggregator(Protocol):
-    """A running score of K concepts; `str()` gives the stable name under which its thresholds are kept."""
+    """A running score of K concepts; `str()` is the stable name of its thresholds."""
 
     def begin(self) -> State:
         """Return the state before any token."""
 
     def add(self, state: State, scores: npt.NDArray[np.floating[Any]]) -> tuple[State, Doubles]:
-        """Return the state after a token with scores [K], and the running score [K] float64; `state` stays as it is."""
+        """Return the next state and running scores [K] float64; `state` is unchanged."""
 
 
 class _Stepped:
-    """An aggregator by its `_step`: from a state and a copy of new scores [K] float64 to the next state and values."""
-
     def begin(self) -> State:
         return ()
 
@@ -60,7 +54,7 @@ class _Stepped:
 
 @dataclass(frozen=True)
 class Each(_Stepped):
-    """No aggregation: the token's own score. State: that score [K], only to know K."""
+    """No aggregation. State: the score [K]."""
 
     def _step(self, state: State, x: Doubles) -> tuple[State, Doubles]:
         return (x,), x
@@ -83,7 +77,7 @@ class Mean(_Stepped):
 
 @dataclass(frozen=True)
 class Max(_Stepped):
-    """Maximum since the start. State: that maximum [K]."""
+    """Maximum since the start. State: that maximum."""
 
     def _step(self, state: State, x: Doubles) -> tuple[State, Doubles]:
         best = np.maximum(state[0], x) if state else x
@@ -108,7 +102,7 @@ class Ema(_Stepped):
             open_low=True,
             remedy="it is the newest token's share, so give more than 0 and at most 1",
         )
-        object.__setattr__(self, "weight", weight)  # a float, so that Ema(1) and Ema(1.0) have one name
+        object.__setattr__(self, "weight", weight)  # Ema(1) and Ema(1.0) have one name
 
     def _step(self, state: State, x: Doubles) -> tuple[State, Doubles]:
         s = self.weight * x + (1 - self.weight) * state[0] if state else x
@@ -120,7 +114,7 @@ class Ema(_Stepped):
 
 @dataclass(frozen=True)
 class _Rolling(_Stepped):
-    """An aggregator of the newest n tokens, of fewer at the start. State: their scores, n times [K], oldest first."""
+    """An aggregator of the newest n tokens. State: their scores [K], oldest first."""
 
     n: int
 
@@ -131,12 +125,11 @@ class _Rolling(_Stepped):
 
 @dataclass(frozen=True)
 class RollingMean(_Rolling):
-    """Mean of the newest n tokens, of fewer at the start."""
+    """Mean of the newest n tokens, fewer at the start."""
 
     def _step(self, state: State, x: Doubles) -> tuple[State, Doubles]:
         window = (*state, x)[-self.n :]
-        # From the oldest on each time: a sum carried along would drift. Not np.sum: for one concept it adds in another
-        # order.
+        # A carried sum would drift; np.sum's order varies with K.
         return window, reduce(np.add, window) / len(window)
 
     def __str__(self) -> str:
@@ -145,7 +138,7 @@ class RollingMean(_Rolling):
 
 @dataclass(frozen=True)
 class RollingMax(_Rolling):
-    """Maximum of the newest n tokens, of fewer at the start."""
+    """Maximum of the newest n tokens, fewer at the start."""
 
     def _step(self, state: State, x: Doubles) -> tuple[State, Doubles]:
         window = (*state, x)[-self.n :]
@@ -157,11 +150,11 @@ class RollingMax(_Rolling):
 
 @dataclass(frozen=True)
 class Attention(_Stepped):
-    """Mean of the scores so far, weighted by softmax(score / temperature).
+    """Mean of the scores so far, weighted by softmax(score / temperature); near 0 it is the maximum.
 
-    A temperature near 0 gives the maximum, a large one the mean. It is auto-pool with alpha = 1 / temperature: McFee,
-    Salamon & Bello 2018, "Adaptive pooling operators for weakly labeled sound event detection" (arXiv:1804.10070).
-    State: maximum m [K], sums [K] of w and w * score, where w = exp((score - m) / temperature).
+    Auto-pool with alpha = 1 / temperature: McFee, Salamon & Bello 2018, "Adaptive pooling operators for weakly labeled
+    sound event detection" (arXiv:1804.10070). State: maximum m [K], sums [K] of w and w * score, w = exp((score - m) /
+    temperature).
     """
 
     temperature: float = 0.1
@@ -180,18 +173,18 @@ class Attention(_Stepped):
         if not state:
             return (x, np.ones_like(x), x), x
         m, weights, weighted = state
-        with np.errstate(over="ignore"):  # a quotient too large for a float64 is a weight of 0
-            lesser = np.exp(-np.abs(x - m) / self.temperature)  # of whichever of x and m is not the new maximum
+        with np.errstate(over="ignore"):  # exp(-inf) is 0
+            lesser = np.exp(-np.abs(x - m) / self.temperature)  # of the smaller of x and m
         old, new = np.where(x > m, lesser, 1.0), np.where(x > m, 1.0, lesser)
         weights, weighted = old * weights + new, old * weighted + new * x
-        return (np.maximum(m, x), weights, weighted), weighted / weights  # weights >= 1, that of the maximum
+        return (np.maximum(m, x), weights, weighted), weighted / weights  # weights >= 1
 
     def __str__(self) -> str:
         return f"attention({self.temperature})"
 
 
 def over(aggregator: Aggregator, scores: npt.NDArray[np.floating[Any]]) -> Doubles:
-    """Return running scores [T, K] float64 of scores [T, K], the tokens of one row in order."""
+    """Return running scores [T, K] float64 of one row's scores [T, K]."""
     if np.ndim(scores) != 2:
         raise ConfigError(f"scores have shape {np.shape(scores)}: give [T, K], tokens by concepts")
     running = np.empty(scores.shape)
@@ -202,7 +195,7 @@ def over(aggregator: Aggregator, scores: npt.NDArray[np.floating[Any]]) -> Doubl
 
 
 class AggregatorForm(NamedTuple):
-    """An aggregator as text: how it is made alone, and of a number, which help texts call `letter`; an example."""
+    """Text form: constructors without and with a number, shown as `letter`."""
 
     make: Callable[[], Aggregator] | None = None
     make_of: Callable[[Any], Aggregator] | None = None
@@ -211,7 +204,7 @@ class AggregatorForm(NamedTuple):
     example: str = ""
 
 
-# Every aggregator that a text can name: what parses, help texts and the schema of deployments are made of this table.
+# Source of the parser, help texts and deployment schema.
 AGGREGATORS: dict[str, AggregatorForm] = {
     "none": AggregatorForm(Each),
     "each": AggregatorForm(Each),
@@ -225,7 +218,7 @@ AGGREGATORS: dict[str, AggregatorForm] = {
 
 
 def aggregator_forms(*left_out: str, optional: str = "{name}[:{letter}]") -> list[str]:
-    """Return how each aggregator is written: "mean", "attention[:T]", "ema:W". `optional`: one with or without."""
+    """Return each aggregator's notation, such as "attention[:T]"."""
     texts = []
     for name, form in AGGREGATORS.items():
         if name not in left_out:
@@ -244,24 +237,23 @@ def _choices() -> str:
 
 
 def named(aggregate: Aggregator | str | None) -> Aggregator:
-    """Return an aggregator as it is, that of a text by `parse`, or `Each` for None. Raises `ConfigError`."""
+    """Return the aggregator of a text or None (`Each`), or itself. Raises `ConfigError`."""
     if aggregate is None:
         return Each()
     if isinstance(aggregate, str):
         return parse(aggregate)
-    if isinstance(aggregate, Aggregator) and not isinstance(aggregate, type):  # a class has the methods too
+    if isinstance(aggregate, Aggregator) and not isinstance(aggregate, type):
         return aggregate
     raise ConfigError(f"aggregate is {aggregate!r}: {_choices()}")
 
 
 def parse(text: str) -> Aggregator:
-    """Return the aggregator of a text: one of `forms()`, or what `str()` of an aggregator gives.
+    """Return the aggregator of a form in `aggregator_forms()`, or of an aggregator's `str()`. Raises `ConfigError`.
 
-    T is the temperature, W the newest token's share, N the number of tokens. "z:pack" and its like: see
-    `probemon.core.baselines`. Raises `ConfigError`.
+    For "z:..." and "rank:..." see `probemon.core.baselines`.
     """
     if text.strip().partition(":")[0] in ("z", "rank"):
-        from probemon.core.baselines import parse_baseline  # which is made of what is here
+        from probemon.core.baselines import parse_baseline  # circular import
 
         return parse_baseline(text)
     match = re.fullmatch(r"(\w+)(?::([^:()]+)|\(([^:()]+)\))?", text.strip())
@@ -287,13 +279,12 @@ def parse(text: str) -> Aggregator:
 
 
 def _checked(state: State, scores: npt.NDArray[np.floating[Any]]) -> Doubles:
-    """Copy scores [K] to float64: a view would keep a whole document in memory, and change with its owner."""
-    x: Doubles = np.array(scores, dtype=np.float64, order="C")
+    x: Doubles = np.array(scores, dtype=np.float64, order="C")  # not a view
     if x.ndim != 1:
         raise ConfigError(f"scores have shape {x.shape}: give [K], the concepts of one row at one token")
     if state and state[-1].shape != x.shape:
         raise ConfigError(
-            f"{len(x)} scores after {len(state[-1])}: the concepts of a row stay the same, so begin() anew for others"
+            f"{len(x)} scores after {len(state[-1])}: the concepts of a row stay the same, so call begin() for others"
         )
     if not np.isfinite(x).all():
         at = int(np.flatnonzero(~np.isfinite(x))[0])
@@ -301,5 +292,5 @@ def _checked(state: State, scores: npt.NDArray[np.floating[Any]]) -> Doubles:
             f"score {at} of {len(x)} is {x[at]}: a score is a finite number; an unseen token has no score and is to be"
             " left out"
         )
-    x += 0.0  # -0.0 becomes 0.0: which of the two a maximum returns is not defined
+    x += 0.0  # -0.0 becomes 0.0: a maximum may return either
     return x

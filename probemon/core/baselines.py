@@ -1,20 +1,13 @@
-"""How unusual a score is: its z-score or its rank, against a pack's calibration text, the row's own last tokens, or the
-last tokens of all traffic.
+"""Z-scores and ranks: how unusual a score is against calibration text, the row's last tokens, or all traffic.
 
-    unusual = parse("z:last:256")                     # or ZScore(last=256), ZScore(), Rank(last=64, of=Ema(0.3))
-    unusual = parse("z:traffic:4096")                 # or ZScore(last=4096, traffic=True)
-    state, values = unusual.add(unusual.begin(), scores)        # as every aggregator
-    for_them = with_counts(parse("z:pack"), pack, [17, 20])     # against a pack: of these concepts
-    ceiling(for_them)                                           # what no value of it exceeds
+    unusual = parse("z:last:256")                     # or ZScore(last=256)
+    unusual = with_counts(parse("z:pack"), pack, [17, 20])
 
-"z" is how many standard deviations the log odds lie over the median, where the deviation is taken from the median
-distance to the median. "rank" is the share of the baseline that is lower, of n + 1: 1 - rank is a p-value, so a token
-that is like those of the baseline exceeds a rank of 0.99 one time in a hundred, at most.
+"z": standard deviations of the log odds above the median, estimated from median distances. "rank": share of the
+baseline that is lower, of n + 1.
 
-The last n tokens are those of one row that were seen before this one: nobody else's text changes a value. Of traffic
-they are those of all rows that are compared by this very object, in the order in which they came. What was
-written to them bears on the values, too: fewer than half of them, however high, cannot move the median and the median
-distance beyond what the others span. A rank over r is out of reach once a share of 1 - r of them is higher.
+Traffic is all rows compared by one object, so other users can affect values. Fewer than half of the tokens cannot move
+the median beyond the others.
 """
 
 from __future__ import annotations
@@ -33,7 +26,7 @@ from probemon.core.score_counts import LEAST_SPREAD, MOST_LOG_ODDS, TO_DEVIATION
 from probemon.errors import ConfigError
 from probemon.util.checks import check_bool, check_count
 
-LEAST_TOKENS = 16  # of a baseline: the median distance of fewer tells little
+LEAST_TOKENS = 16  # smallest useful baseline
 BASELINES = (
     "z:pack, rank:pack, z:last:N, rank:last:N, z:traffic:N or rank:traffic:N, with N tokens, and :ema:0.3, say, of a"
     " running score"
@@ -42,25 +35,25 @@ _NAME = re.compile(r"(?P<measure>z|rank):(?:pack|(?P<whose>last|traffic):(?P<las
 
 
 class HasScoreCounts(Protocol):
-    """What is asked of a pack."""
+    """A pack with score counts."""
 
     concepts: Any
 
     def score_counts(self, aggregator: object = None) -> Any:
-        """Return counts `[P, 128]` of the running scores of calibration text. Raises `ConfigError` without any."""
+        """Return counts `[P, 128]` of running scores on calibration text. Raises `ConfigError` without any."""
 
 
 class _Traffic:
-    """The newest log odds `[n, K]` of what all threads and rows compare, at most `most` of them."""
+    """Newest log odds `[n, K]` of all threads and rows."""
 
     def __init__(self) -> None:
         self._lock, self._window = threading.Lock(), np.empty((0, 0))
 
-    def __reduce__(self) -> tuple[Any, ...]:  # a copy begins with nothing
+    def __reduce__(self) -> tuple[Any, ...]:  # copies start empty
         return _Traffic, ()
 
     def before(self, odds: Doubles, most: int) -> Doubles:
-        """Add a token and return those before it."""
+        """Add a token; return those before it."""
         with self._lock:
             window = self._window if len(self._window) else np.empty((0, len(odds)))
             self._window = np.concatenate([window[1:] if len(window) == most else window, odds[None]])
@@ -69,9 +62,10 @@ class _Traffic:
 
 @dataclass(frozen=True)
 class _Baseline:
-    """A value by a baseline. `last`: so many tokens of the row are it, or with `traffic` of all rows, or the pack's
-    counts where it is None; `of`: the aggregator whose running score is compared; `counts`: of the concepts, where the
-    pack's are meant.
+    """A value against a baseline.
+
+    - `last`: tokens of the row, or with `traffic` of all rows; None for the pack's `counts`.
+    - `of`: aggregator of the compared score.
     """
 
     last: int | None = None
@@ -120,7 +114,7 @@ class _Baseline:
         raise NotImplementedError
 
     def _by_window(self, odds: Doubles, ordered: Doubles) -> Doubles:
-        """Return values `[K]`; `ordered [n, K]`: the log odds of the tokens before, in ascending order."""
+        """Values `[K]`, given earlier log odds `ordered [n, K]`, ascending."""
         raise NotImplementedError
 
     def _counts_of(self, n_concepts: int) -> ScoreCounts:
@@ -135,17 +129,16 @@ class _Baseline:
 
 @dataclass(frozen=True)
 class ZScore(_Baseline):
-    """How many deviations the log odds lie over the median: of scores on calibration text, or of the `last` tokens.
+    """Deviations of the log odds above the median of calibration text, or of the `last` tokens.
 
-    NaN, which is over no threshold, until there are `LEAST_TOKENS` tokens to compare with. State: that of `of`; the log
-    odds [n, K] of its last values.
+    NaN, over no threshold, before `LEAST_TOKENS` tokens. State: that of `of`; the last log odds [n, K].
     """
 
     _measure = "z"
 
     @property
     def ceiling(self) -> float:
-        """What no value exceeds."""
+        """Upper bound of the value."""
         if self.counts is None:
             return 2 * MOST_LOG_ODDS / LEAST_SPREAD
         return float(((MOST_LOG_ODDS - self.counts.median) / self.counts.spread).max())
@@ -164,17 +157,17 @@ class ZScore(_Baseline):
 
 @dataclass(frozen=True)
 class Rank(_Baseline):
-    """The share, of n + 1, of scores on calibration text, or of the `last` tokens, that are lower.
+    """Share, of n + 1, of lower scores in calibration text, or in the `last` tokens.
 
-    It is a p-value of conformal prediction from 1 (Vovk, Gammerman & Shafer 2005, "Algorithmic learning in a random
-    world"): what ties, and what the counts of a pack have in one bin, is not lower. State as that of `ZScore`.
+    1 minus a p-value of conformal prediction (Vovk, Gammerman & Shafer 2005, "Algorithmic learning in a random world");
+    ties are not lower. State as `ZScore`.
     """
 
     _measure = "rank"
 
     @property
     def ceiling(self) -> float:
-        """What no value exceeds."""
+        """Upper bound of the value."""
         if self.counts is None:
             return 1.0 if self.last is None else self.last / (self.last + 1)
         highest = np.full(len(self.counts.counts), MOST_LOG_ODDS)
@@ -192,7 +185,7 @@ _MEASURES: dict[str, type[ZScore] | type[Rank]] = {"z": ZScore, "rank": Rank}
 
 
 def parse_baseline(text: str) -> ZScore | Rank:
-    """Return what a text such as "z:pack", "rank:last:256" or "z:last:64:ema:0.3" names. Raises `ConfigError`."""
+    """Return the baseline of a text such as "z:pack" or "z:last:64:ema:0.3". Raises `ConfigError`."""
     match = _NAME.fullmatch(text.strip())
     if match is None:
         raise ConfigError(f"aggregate is {text!r}: give {BASELINES}")
@@ -204,10 +197,9 @@ def parse_baseline(text: str) -> ZScore | Rank:
 
 
 def with_counts(aggregator: Aggregator, pack: HasScoreCounts, probes: Sequence[int]) -> Aggregator:
-    """Return an aggregator of some concepts of a pack: with what the pack knows of these, where it compares with that;
-    with traffic of their own, where it compares with traffic.
+    """Bind an aggregator to concepts: with the pack's counts, or separate traffic.
 
-    Raises `ConfigError` where the pack knows nothing of one.
+    Raises `ConfigError` if the pack has too few counts.
     """
     if not isinstance(aggregator, _Baseline):
         return aggregator
@@ -224,17 +216,17 @@ def with_counts(aggregator: Aggregator, pack: HasScoreCounts, probes: Sequence[i
 
 
 def ceiling(aggregator: Aggregator) -> float:
-    """Return what no value of an aggregator exceeds: 1, but for z-scores and ranks."""
+    """Return the upper bound of an aggregator; 1 except for z-scores and ranks."""
     return float(getattr(aggregator, "ceiling", 1.0))
 
 
 def is_z_score(text: str | None) -> bool:
-    """Whether a text names a z-score, whose thresholds may be 1 and more."""
+    """True if a text names a z-score, whose thresholds may be 1 or more."""
     return text is not None and text.strip().startswith("z:")
 
 
 def refuse_baseline(aggregator: Aggregator, what: str) -> None:
-    """Raise `ConfigError` for a z-score or a rank: nothing is calibrated for these."""
+    """Raise `ConfigError` for a z-score or rank: nothing is calibrated for these."""
     if isinstance(aggregator, _Baseline):
         raise ConfigError(
             f"{what} {aggregator}: nothing is calibrated for a z-score or a rank, which says by itself how unusual a"
@@ -243,17 +235,16 @@ def refuse_baseline(aggregator: Aggregator, what: str) -> None:
 
 
 def is_of_traffic(aggregator: Aggregator) -> bool:
-    """Whether values depend on other rows, and on the order in which their tokens came."""
+    """True if values depend on other rows."""
     return isinstance(aggregator, _Baseline) and aggregator.traffic
 
 
 def needs_every_token(aggregator: Aggregator) -> bool:
-    """Whether a token at which the concept was not evaluated would spoil the values of those after it."""
+    """True if a token without evaluation spoils later values."""
     return isinstance(aggregator, _Baseline) and aggregator.last is not None
 
 
 def _middle(ordered: Doubles) -> Doubles:
-    """Return the medians [K] of values [n, K] in ascending order."""
     n = len(ordered)
     middle: Doubles = (ordered[(n - 1) // 2] + ordered[n // 2]) / 2
     return middle

@@ -1,10 +1,7 @@
-"""Branches: which part of a hierarchy is watched.
+"""Branches: the watched part of a hierarchy.
 
-    watched = watched_probes(tree, include=[3], exclude=[17], depth={3: 2})     # [P] bool, None: all of it
-    narrower = without(tree, watched)                                           # nothing opens into the rest
-
-What is left out goes with everything below it, so whatever is watched keeps all its parents, and its scores. For these
-a softmax group is watched whole, too: including a member includes the others.
+Exclusion covers everything below a probe, so watched probes keep their parents and scores. Softmax groups are included
+whole.
 """
 
 from __future__ import annotations
@@ -19,11 +16,11 @@ from probemon.core.hierarchy import ConceptTree, Ints, Mask
 def watched_probes(
     tree: ConceptTree, include: Sequence[int] | Ints, exclude: Sequence[int] | Ints, depth: Mapping[int, int]
 ) -> Mask | None:
-    """Return the probes that are watched `[P]`, None where all are.
+    """Return the watched probes `[P]`, None for all.
 
-    `include`: these, all below, and all that is above any of these; all of the hierarchy where there are none.
-    `exclude`: without these and all below them. `depth`: of these branches only so many levels below, by the longest
-    way down to a concept. `cut_group` finds a softmax group that this leaves out in part.
+    - `include`: these, all below and all above; empty for everything.
+    - `exclude`: not these, nor any below.
+    - `depth`: maximum levels below a probe, by the longest path.
     """
     if not len(include) and not len(exclude) and not depth:
         return None
@@ -36,7 +33,7 @@ def watched_probes(
 
 
 def cut_group(tree: ConceptTree, watched: Mask) -> tuple[int, int] | None:
-    """Return a member that is watched `[P]` and one that is not, of a softmax group that is left out in part."""
+    """Return a watched and an unwatched member of a partly watched softmax group, or None."""
     cut = watched != tree.groups.close(watched[None])[0]
     if not cut.any():
         return None
@@ -45,26 +42,26 @@ def cut_group(tree: ConceptTree, watched: Mask) -> tuple[int, int] | None:
 
 
 def without(tree: ConceptTree, watched: Mask) -> ConceptTree:
-    """Return the hierarchy in which nothing opens into what is not watched; numbers and order are the same."""
+    """Return the hierarchy without edges to unwatched probes; numbering is unchanged."""
     parent = np.repeat(np.arange(tree.n), np.diff(tree.child_ptr))
-    kept = watched[tree.child_idx]
-    counts = np.bincount(parent[kept], minlength=tree.n)
-    # Its levels are the ranks of the whole, since without some edges lower ones would do and the numbering would not.
-    return ConceptTree(np.concatenate([[0], np.cumsum(counts)]), tree.child_idx[kept], tree.rank, tree.groups.of)
+    is_kept = watched[tree.child_idx]
+    counts = np.bincount(parent[is_kept], minlength=tree.n)
+    # Ranks become levels: fewer edges would give lower ranks, against the numbering.
+    return ConceptTree(np.concatenate([[0], np.cumsum(counts)]), tree.child_idx[is_kept], tree.rank, tree.groups.of)
 
 
 def _below(tree: ConceptTree, probes: Sequence[int] | Ints) -> Mask:
-    """Return these probes and all below them `[P]`."""
+    """Mask `[P]` of these probes and all below."""
     below = np.zeros(tree.n, dtype=bool)
     below[list(probes)] = True
-    for probe in range(tree.n):  # a parent's number is smaller than its child's
+    for probe in range(tree.n):  # parents come first
         if below[probe]:
             below[tree.children(probe)] = True
     return below
 
 
 def _steps_below(tree: ConceptTree, top: int) -> Ints:
-    """Return how many edges the longest way down from `top` to each probe has, -1 where there is none `[P]`."""
+    """Longest path from `top` to each probe `[P]`, in edges; -1 if none."""
     steps = np.full(tree.n, -1, dtype=np.int64)
     steps[top] = 0
     for probe in range(top, tree.n):

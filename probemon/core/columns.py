@@ -1,7 +1,4 @@
-"""Columns that tables of scores share, each with its Arrow type: a name means the same in every file.
-
-schema = pa.schema(arrow_fields(pa, "row", "position", "score"))
-"""
+"""Columns shared by score tables."""
 
 from __future__ import annotations
 
@@ -9,7 +6,7 @@ from typing import Any
 
 from probemon.errors import ConfigError
 
-# "name": text of which few kinds occur, kept as a dictionary, or as text where a file grows row by row.
+# "name": text with few distinct values, dictionary-encoded unless a file grows by rows.
 COLUMNS = {
     "row": "int32",
     "position": "int32",
@@ -23,10 +20,7 @@ _KINDS = ("name", "int32", "int16", "float32")
 
 
 def arrow_fields(pa: Any, *names: str) -> dict[str, Any]:
-    """Return the Arrow types of columns, or raise `ConfigError` for another column.
-
-    `pa`: pyarrow, which is imported only where it is used.
-    """
+    """Return the Arrow types of columns. Raises `ConfigError` for an unknown one. `pa`: pyarrow."""
     other = [name for name in names if name not in COLUMNS]
     if other:
         raise ConfigError(f"no shared column is called {other[0]!r}: there are {', '.join(COLUMNS)}")

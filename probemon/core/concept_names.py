@@ -1,7 +1,6 @@
-"""Names: which probes a user means by names, ids, numbers and patterns.
+"""Names: finds probes by names, ids, numbers and patterns.
 
-names = Names("my-pack", concepts, path)          # path(probe): names from the root down
-names.find("whale")                               # 17, or UnknownConcept with what is near
+names = Names("my-pack", concepts, path)          # path(probe): names from the root
 names.find_all(["whale", "ship*", re.compile("n0[12].*")])
 """
 
@@ -19,17 +18,17 @@ from probemon.errors import ConfigError, PackCorrupt, UnknownConcept
 from probemon.util.harmless_text import clip
 from probemon.util.near_names import NearNames
 
-MOST_NAMED = 100  # concepts that metrics count by name: each is a series of its own
-_MOST = 5  # concepts that an ambiguous name is said to be
-_MOST_CHARS = 120  # of a definition
+MOST_NAMED = 100  # metric series by concept name
+_MOST = 5  # candidates shown
+_MOST_CHARS = 120  # of a shown definition
 _NUMBERS = ("no", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 Wanted = str | int | re.Pattern[str] | Sequence[str | int | re.Pattern[str]]
 
 
 class Names:
-    """The names of a pack's concepts: ids are unique, names may repeat.
+    """Names of a pack's concepts: ids are unique, names may repeat.
 
-    `also`: further names of each probe, which find it where they are unambiguous.
+    `also`: further names of each probe.
     """
 
     def __init__(
@@ -42,18 +41,21 @@ class Names:
         self._pack, self._concepts, self._path = pack, concepts, path
         self._also, self._near = also, NearNames(concepts, path)
 
-    # Of a hundred thousand concepts, whose lines are read when asked for, many a user never names one.
+    # Built on first use: large packs read concept lines on demand.
     @cached_property
     def _ids(self) -> dict[str, int]:
         ids = {concept["id"]: i for i, concept in enumerate(self._concepts)}
         if len(ids) < len(self._concepts):
-            raise PackCorrupt(f"an id of {self._pack} stands twice: fetch the pack again")
+            raise PackCorrupt(f"an id of {self._pack} occurs twice: fetch the pack again")
         return ids
 
     @cached_property
     def _texts(self) -> list[tuple[str, ...]]:
         also = self._also or itertools.repeat(())
-        return [(concept["id"], concept["name"], *more) for concept, more in zip(self._concepts, also, strict=False)]
+        return [
+            (concept["id"], concept["name"], *extra_names)
+            for concept, extra_names in zip(self._concepts, also, strict=False)
+        ]
 
     @cached_property
     def _by_name(self) -> dict[str, list[int]]:
@@ -64,9 +66,9 @@ class Names:
         return by_name
 
     def find(self, concept: object) -> int:
-        """The probe of an id, an unambiguous name or a number.
+        """Return the probe of an id, an unambiguous name or a number.
 
-        Raises `UnknownConcept` with what is nearest, or with the ids and paths of all that bear the name.
+        Raises `UnknownConcept`, with the nearest or ambiguous concepts.
         """
         if isinstance(concept, bool) or not isinstance(concept, (str, int, np.integer)):
             raise UnknownConcept(f"a concept is named by its id, its name or its number, not {concept!r}")
@@ -87,7 +89,7 @@ class Names:
         raise UnknownConcept(f"{len(probes)} concepts are named {concept!r}: give one of the ids: {choices}")
 
     def _with_suffix(self, wanted: str) -> list[int]:
-        """Return the probes whose name is `wanted` and something in brackets, which tells them from each other."""
+        """Probes named `wanted` plus a suffix in brackets."""
         begin = f"{wanted.casefold()} ("
         return [
             probe
@@ -96,21 +98,19 @@ class Names:
         ]
 
     def _choice(self, wanted: str, probes: Sequence[int]) -> str:
-        """Return the sentence on a name that is one of several concepts, with what each means."""
         n = _NUMBERS[len(probes)] if len(probes) < len(_NUMBERS) else f"{len(probes):,}"
         shown = ", ".join(f"{self._concepts[probe]['name']!r} ({self._meaning(probe)})" for probe in probes[:_MOST])
-        more = "" if len(probes) <= _MOST else f" and {len(probes) - _MOST:,} more"
-        return f"{wanted!r} is {n} concepts of {self._pack}: {shown}{more}: give one of them"
+        rest = "" if len(probes) <= _MOST else f" and {len(probes) - _MOST:,} more"
+        return f"{wanted!r} is {n} concepts of {self._pack}: {shown}{rest}: give one of them"
 
     def _meaning(self, probe: int) -> str:
-        """Return the definition of a concept, where it has one; else where it stands."""
         definition = self._concepts[probe].get("definition")
         return clip(definition, _MOST_CHARS) if isinstance(definition, str) else " > ".join(self._path(probe))
 
     def find_all(self, concept: object) -> list[int]:
-        """Return the probes, each once, of a name, an id, a number, a list of these, or a pattern.
+        """Return the probes of a name, id, number, pattern, or list of these, each once.
 
-        A pattern is a text with `*`, or compiled, and has to match a whole name or id.
+        A pattern is compiled or a text with `*`; it must match a whole name or id. Raises `UnknownConcept`.
         """
         if isinstance(concept, (list, tuple, set, frozenset)):
             if not concept:

@@ -1,11 +1,6 @@
-"""DriftReference: what requests were like when all was well, frozen.
+"""DriftReference: request statistics of a healthy period.
 
-    reference = DriftReference.read("reference.json")            # ConfigError
-    reference.write("reference.json")
-    reference.counts.n, reference.host
-
-A pack that was calibrated holds one of its calibration documents (`pack.drift_reference`); `DriftMonitor.freeze` makes
-one of a deployment's own requests.
+Calibrated packs hold one (`pack.drift_reference`); `DriftMonitor.freeze` makes one of a deployment's requests.
 """
 
 from __future__ import annotations
@@ -34,14 +29,13 @@ _TRAITS = ("low", "high", "flat")
 
 @dataclass(frozen=True)
 class DriftReference:
-    """Counts of requests, and what they were counted of.
+    """Counts of requests, and their source.
 
-    - `ids`: the concepts whose fires are counted; `scored [A]`: the places, among these, of those whose scores are
-      counted, too; `sites`: of the norms. `counts` is of these, in this order.
-    - `host`: what the host was (`probemon.host.identity`)
-    - `packs`: the sha256 of the weights of each pack by its name; none where it is held by the pack that it is of
-    - `alert_set`: the thresholds by which concepts fire, None where the pack's have no name
-    - `alert`: these thresholds, as many as `ids`, NaN where there is none; None where it does not say
+    - `ids`: concepts with counted fires; `scored [A]`: positions in `ids` of those with counted scores; `sites`: of the
+      norms. `counts` has this order.
+    - `host`: the model (`probemon.host.identity`).
+    - `packs`: sha256 of weights by pack name; empty inside a pack.
+    - `alert_set`: name of the thresholds, or None; `alert`: their values, NaN for none.
     """
 
     ids: tuple[str, ...]
@@ -54,11 +48,11 @@ class DriftReference:
     alert: Floats | None = None
 
     def stated(self) -> dict[str, Any]:
-        """Return all of it but concepts, thresholds, sites and packs, for the manifest of a pack."""
+        """Return the part for a pack's manifest."""
         return {"n_requests": self.counts.n, "host": dict(self.host), "alert_set": self.alert_set}
 
     def write(self, path: str | Path) -> None:
-        """Write a JSON file for `read`, whole or not at all. Raises `ConfigError`."""
+        """Write a JSON file for `read`, atomically. Raises `ConfigError`."""
         counts = self.counts
         concepts: dict[str, dict[str, Any]] = {
             concept: {"fired": int(fired)} for concept, fired in zip(self.ids, counts.fired, strict=True)
@@ -87,7 +81,7 @@ class DriftReference:
 
     @classmethod
     def read(cls, path: str | Path) -> DriftReference:
-        """Read what `write` wrote. Raises `ConfigError`."""
+        """Read a file of `write`. Raises `ConfigError`."""
         file = check_path("path", path)
         remedy = "give the file that DriftMonitor.freeze wrote"
         try:
@@ -99,12 +93,14 @@ class DriftReference:
         except (RecursionError, ValueError) as error:
             if isinstance(error, ConfigError):
                 raise
-            raise ConfigError(f"{file} is no JSON ({str(error)[:200]}): {remedy}") from None
+            raise ConfigError(f"{file} is not JSON ({str(error)[:200]}): {remedy}") from None
         if not isinstance(content, dict) or content.get("format") != FORMAT:
-            raise ConfigError(f"{file} is no reference of drift: {remedy}")
+            raise ConfigError(f"{file} is not a drift reference: {remedy}")
         if content.get("format_version") != FORMAT_VERSION:
             version = str(content.get("format_version"))[:40]
-            raise ConfigError(f"{file}: format_version is {version}, this probemon reads {FORMAT_VERSION}: freeze anew")
+            raise ConfigError(
+                f"{file}: format_version is {version}, this probemon reads {FORMAT_VERSION}: freeze again"
+            )
         try:
             return _parsed(content)
         except (AttributeError, KeyError, TypeError, ValueError) as error:
@@ -112,10 +108,9 @@ class DriftReference:
 
 
 def _parsed(content: Mapping[str, Any]) -> DriftReference:
-    """Raises `ValueError` and its like for what is no reference."""
     n, concepts, sites = _count(content["n_requests"], None), content["concepts"], content["norms"]
     if not n:
-        raise ValueError("it is of no requests")
+        raise ValueError("it has no requests")
     scored = [place for place, counted in enumerate(concepts.values()) if "highest" in counted]
     counts = RequestCounts.none(len(concepts), len(scored), len(sites))
     entries = list(concepts.values())
@@ -132,7 +127,7 @@ def _parsed(content: Mapping[str, Any]) -> DriftReference:
             counts.norms[at, _count(int(place), N_NORM_BINS - 1)] = _count(count, n)
     alert_set, texts = content["alert_set"], [*content["host"].values(), *content["packs"].values()]
     if not all(isinstance(text, str) for text in texts) or not isinstance(alert_set, (str, type(None))):
-        raise ValueError("what it was counted of is not said in texts")
+        raise ValueError("host, packs and alert_set have to be texts")
     alert = [math.nan if entry["alert"] is None else entry["alert"] for entry in entries if "alert" in entry]
     if len(alert) not in (0, len(entries)) or not all(isinstance(value, float) for value in alert):
         raise ValueError("alert thresholds are numbers, or null, of every concept or of none")
@@ -151,5 +146,5 @@ def _parsed(content: Mapping[str, Any]) -> DriftReference:
 
 def _count(value: object, most: int | None) -> int:
     if not is_int(value) or not value >= 0 or (most is not None and value > most):  # type: ignore[operator]
-        raise ValueError(f"{str(value)[:40]} is no count" + ("" if most is None else f" from 0 to {most}"))
+        raise ValueError(f"{str(value)[:40]} is not a count" + ("" if most is None else f" from 0 to {most}"))
     return int(value)  # type: ignore[call-overload,no-any-return]

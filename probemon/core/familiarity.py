@@ -1,11 +1,8 @@
-"""Familiar tells the hidden states that are unlike those a pack was calibrated on.
+"""Familiar: detects hidden states unlike those a pack was calibrated on.
 
-    familiar = Familiar.of(states, held_out)     # prepared states [N, D] of texts like those of the calibration
-    familiar.far(more)                           # [M] int64: 1 where a state is far from them
-
-A state is far where the first principal components of the calibration states leave more of it than of all but one in a
-hundred of those that were held out: the Q statistic of Jackson and Mudholkar (Control procedures for residuals
-associated with principal component analysis, Technometrics 21, 1979), with a limit that is measured.
+A far state has a residual outside the first principal components above the 99th percentile of held-out states: Jackson
+and Mudholkar's Q statistic (Control procedures for residuals associated with principal component analysis,
+Technometrics 21, 1979), with a measured limit.
 """
 
 from __future__ import annotations
@@ -20,16 +17,16 @@ from probemon.errors import ConfigError
 from probemon.util.checks import check_count
 
 N_COMPONENTS = 64
-SHARE = 0.01  # of the held-out states that are far
+SHARE = 0.01  # of held-out states are far
 
 
 @dataclass(frozen=True)
 class Familiar:
-    """What is known of the calibration states of one input, after its normalisation.
+    """Principal components of one input's calibration states, after normalisation.
 
     - `mean [D]` fp32
-    - `basis [K, D]` fp16: their first principal components
-    - `limit`: the squared distance from the mean, outside of these components, over which a state is far
+    - `basis [K, D]` fp16: components
+    - `limit`: squared residual above which a state is far
     """
 
     mean: Tensor
@@ -38,10 +35,9 @@ class Familiar:
 
     @classmethod
     def of(cls, states: Tensor, held_out: Tensor, n_components: int | None = None) -> Familiar:
-        """Fit to prepared states `[N, D]`, with the limit from others `[M, D]` of such texts.
+        """Fit to prepared states `[N, D]`, with the limit from `held_out [M, D]`.
 
-        `n_components`: by default 64, or half of D where that is less. Raises `ConfigError` for fewer states than
-        components, or fewer held-out ones than a hundredth can be told of.
+        `n_components`: by default min(64, D / 2). Raises `ConfigError` for too few states.
         """
         check_states(states)
         check_states(held_out, states.shape[1], "held_out")
@@ -58,13 +54,13 @@ class Familiar:
         mean = x.mean(0)
         _, vectors = torch.linalg.eigh((x - mean).T @ (x - mean) / len(x))
         largest = vectors[:, -n_components:].flip(1).T
-        # Eigenvectors have no sign of their own: the same states give the same file.
+        # Eigenvector signs are arbitrary; fix them.
         largest = largest * largest.gather(1, largest.abs().argmax(1, keepdim=True)).sign()
         rough = cls(mean.float(), largest.half(), float("inf"))
         return cls(rough.mean, rough.basis, float(rough._residual(held_out).quantile(1 - SHARE)))
 
     def far(self, states: Tensor) -> Tensor:
-        """Say of prepared states `[N, D]` which are far, `[N]` int64 on their device; 0 where one is no number."""
+        """Return `[N]` int64, 1 for each far state of prepared `[N, D]`; 0 for NaN."""
         return (self._residual(states) > self.limit).to(torch.int64)
 
     def _residual(self, states: Tensor) -> Tensor:

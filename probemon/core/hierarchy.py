@@ -1,13 +1,11 @@
-"""The concept hierarchy: a forest or DAG over probes 0..P-1, as arrays.
+"""ConceptTree: the concept hierarchy, a forest or DAG over probes 0..P-1.
 
-    order, tree = ConceptTree.build(ids, parents)       # from names, numbering the probes
-    tree = ConceptTree(child_ptr, child_idx, level)     # from a pack's arrays
+    order, tree = ConceptTree.build(ids, parents)       # from names
     tree.children(3), tree.path(17), tree.ancestors(17)
 
-A level is a name that the pack gives: what `base_layers` means. Edges usually go down it, and need not. The order of
-evaluation is that of `rank`, which rises along every edge: a probe's level, or one more than the highest rank of its
-parents where that is more. Numbering: by rank, siblings of one first parent side by side, so that in a tree the
-children of a probe are one slice. A parent's id is therefore always smaller than its child's.
+Levels are named by the pack; edges usually go down a level, but need not. `rank` gives the order of evaluation: a
+probe's level, or one more than its parents' highest rank if larger. Probes are numbered by rank, then first parent, so
+a parent's number is smaller than its child's.
 """
 
 from __future__ import annotations
@@ -23,20 +21,18 @@ from probemon.errors import HierarchyError
 
 _NUMBERING = "probes must be numbered by level, each after its parents: write the pack with ProbePack.write"
 _UNLIKE = (
-    "{!r} and {!r} are of one softmax group, and a group is reached together: give its members the same parents and the"
+    "{!r} and {!r} are of one softmax group, which is scored as a whole: give its members the same parents and the"
     " same level"
 )
-MAX_LEVEL = 2**15 - 1  # results keep levels in 16 bits, and what is sized by levels stays small
+MAX_LEVEL = 2**15 - 1  # results keep levels in 16 bits
 
 
 class ConceptTree:
-    """Children and parents of every probe in CSR form, validated.
+    """Children and parents of every probe in CSR form, validated. Raises `HierarchyError`.
 
-    `child_ptr [P+1]`, `child_idx [E]`, `level [P]`; derived: `parent_ptr [P+1]`, `parent_idx [E]`
-    (ascending within a probe, so the first is the first parent), `first_parent [P]` (-1 for a root),
-    `roots`, `is_tree` (nobody has two parents), `rank [P]` (it never falls from one probe to the next)
-    and `rank_slices` (the probes of each rank that occurs). `groups`: the softmax groups, of `softmax_group [P]`: of
-    two members or more, which are siblings on one level.
+    `child_ptr [P+1]`, `child_idx [E]`, `level [P]`; derived: `parent_ptr [P+1]`, `parent_idx [E]` (ascending within a
+    probe), `first_parent [P]` (-1 for a root), `roots`, `is_tree` (at most one parent each), `rank [P]` (never falls),
+    `rank_slices` (probes of each rank) and `groups`, from `softmax_group [P]`.
     """
 
     def __init__(
@@ -51,7 +47,7 @@ class ConceptTree:
         self.level = np.asarray(level, dtype=np.int64)
         n = self.n = len(self.level)
         ptr, idx = self.child_ptr, self.child_idx
-        # Bounded first: a difference of any two numbers may wrap around and look like a count.
+        # Bounds first: differences of arbitrary numbers may wrap around.
         if (
             len(ptr) != n + 1
             or ptr[0] != 0
@@ -74,7 +70,7 @@ class ConceptTree:
         rank = self.level
         if (rank[idx] <= rank[edge_parent]).any():
             rank = rank.copy()
-            # By parent: its own rank is final.
+            # In order of parents, so that each one's rank is final.
             for parent, child in zip(edge_parent.tolist(), idx.tolist(), strict=True):
                 rank[child] = max(rank[child], rank[parent] + 1)
         if n and (np.diff(rank) < 0).any():
@@ -83,7 +79,7 @@ class ConceptTree:
         self.parent_idx = edge_parent[order]
         counts = np.bincount(idx, minlength=n) if n else np.zeros(0, dtype=np.int64)
         if ((np.diff(idx[order]) == 0) & (np.diff(self.parent_idx) == 0)).any():
-            raise HierarchyError("an edge of the hierarchy is stated twice")
+            raise HierarchyError("an edge of the hierarchy occurs twice")
         self.parent_ptr = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
         self.roots: Ints = np.flatnonzero(counts == 0)
         self.is_tree = bool((counts <= 1).all())
@@ -91,14 +87,13 @@ class ConceptTree:
         has_parents = self.has_parents = counts > 0
         self.first_parent[has_parents] = self.parent_idx[self.parent_ptr[:-1][has_parents]]
         self.has_children = np.diff(ptr) > 0
-        self._edge_child = idx[order]  # beside parent_idx
-        # Where reduceat starts for the probes that have parents (an empty segment would not reduce to nothing).
+        self._edge_child = idx[order]
+        # Starts for reduceat, without empty segments.
         self._segments = self.parent_ptr[:-1][has_parents]
         self.rank: Ints = rank
-        # By the ranks that occur: a forged level may be any number.
+        # Only ranks that occur: a forged level may be any number.
         bounds = [*np.searchsorted(rank, np.unique(rank)).tolist(), n]
         self.rank_slices = [slice(a, b) for a, b in itertools.pairwise(bounds)]
-        # Rank by rank: the probes with parents, and their first parents.
         self._with_parents = [
             (probes, self.first_parent[probes])
             for probes in (np.arange(at.start, at.stop)[has_parents[at]] for at in self.rank_slices)
@@ -106,7 +101,7 @@ class ConceptTree:
         ]
         self.groups = SoftmaxGroups(np.full(n, -1) if softmax_group is None else self._checked_groups(softmax_group))
         self._check_siblings()
-        # Deepest rank first: the inner probes, their children one after another, where each one's begin.
+        # Deepest rank first: inner probes, their children, starts of these.
         self._below: list[tuple[Ints, Ints, Ints]] = []
         for at in reversed(self.rank_slices):
             inner = np.arange(at.start, at.stop)[self.has_children[at]]
@@ -124,8 +119,7 @@ class ConceptTree:
     ) -> tuple[Ints, ConceptTree]:
         """Number named concepts. Return `(order, tree)`: probe i is the concept at position `order[i]`.
 
-        `levels` defaults to the length of the longest path from a root; those given are kept. `softmax_group`: as in
-        the tree, in the order of `ids`. Errors name the concept.
+        `levels` defaults to the longest path from a root. Errors name the concept.
         """
         up = _parent_positions(ids, parents)
         down: dict[int, list[int]] = {i: [] for i in range(len(ids))}
@@ -163,7 +157,6 @@ class ConceptTree:
         return of
 
     def _check_siblings(self) -> None:
-        """Raise `HierarchyError` where a softmax group has one member, or members of unlike parents or levels."""
         groups = self.groups
         if not len(groups):
             return
@@ -174,18 +167,18 @@ class ConceptTree:
         n_parents = np.diff(self.parent_ptr)
         unlike = (self.level[members] != self.level[firsts]) | (n_parents[members] != n_parents[firsts])
         if not unlike.any():
-            (parents, _, lengths), (of_firsts, _, _) = self._parents_of(members), self._parents_of(firsts)
-            unlike[np.repeat(np.arange(len(members)), lengths)[parents != of_firsts]] = True
+            (parents, _, lengths), (parents_of_firsts, _, _) = self._parents_of(members), self._parents_of(firsts)
+            unlike[np.repeat(np.arange(len(members)), lengths)[parents != parents_of_firsts]] = True
         if unlike.any():
             at = int(np.flatnonzero(unlike)[0])
             raise HierarchyError(_UNLIKE.format(int(firsts[at]), int(members[at])))
 
     def children(self, probe: int) -> Ints:
-        """Ascending ids of a probe's children."""
+        """Ascending children."""
         return self.child_idx[self.child_ptr[probe] : self.child_ptr[probe + 1]]
 
     def parents(self, probe: int) -> Ints:
-        """Ascending ids of a probe's parents."""
+        """Ascending parents."""
         return self.parent_idx[self.parent_ptr[probe] : self.parent_ptr[probe + 1]]
 
     def ancestors(self, probe: int) -> set[int]:
@@ -199,7 +192,7 @@ class ConceptTree:
         return ancestors
 
     def levels_below(self, probes: Sequence[int]) -> list[list[int]]:
-        """Return some probes, then their children, the children of these, and so on, each where it comes first."""
+        """Return the probes, then their children, and so on, each at its first occurrence."""
         levels, met = [list(probes)], set(probes)
         while levels[-1]:
             children = [child for probe in levels[-1] for child in self.children(probe).tolist()]
@@ -208,14 +201,14 @@ class ConceptTree:
         return levels[:-1]
 
     def path(self, probe: int) -> list[int]:
-        """From the root down to the probe, by first parents."""
+        """From the root to the probe, by first parents."""
         path = [probe]
         while self.first_parent[path[-1]] >= 0:
             path.append(int(self.first_parent[path[-1]]))
         return path[::-1]
 
     def children_of(self, mask: Mask) -> Mask:
-        """`mask [N, P]` -> the children of the probes in it, `[N, P]`."""
+        """Children of the probes in `mask [N, P]`, `[N, P]`."""
         out = np.zeros_like(mask)
         if self.is_tree:
             out[:, self.has_parents] = mask[:, self.first_parent[self.has_parents]]
@@ -224,10 +217,9 @@ class ConceptTree:
         return out
 
     def close(self, mask: Mask) -> Mask:
-        """`mask [N, P]` with every ancestor of its probes added."""
+        """`mask [N, P]` with all ancestors added."""
         out = mask.copy()
-        # What pruning kept is closed already (a parent scores no less than its child): one look saves a walk up the
-        # levels.
+        # Pruned masks are usually closed already.
         if not (mask[:, self._edge_child] & ~mask[:, self.parent_idx]).any():
             return out
         for parents, children, starts in self._below:
@@ -235,17 +227,17 @@ class ConceptTree:
         return out
 
     def times_best_parent(self, scores: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
-        """Path scores from own scores `[N, P]`, in place: each times the largest of its parents', rank by rank."""
+        """Turn scores `[N, P]` into path scores, in place: each times its best parent's."""
         for probes, first_parent in self._with_parents:
             scores[:, probes] *= scores[:, first_parent] if self.is_tree else self.best_parent(scores, probes)
         return scores
 
     def times_best_parent_of(self, scores: npt.NDArray[np.float32], rows: Ints, probes: Ints) -> None:
-        """Make path scores of some (row, probe) pairs in place; parents' scores are final or among the pairs."""
+        """Make path scores of (row, probe) pairs in place; parents are final or among the pairs."""
         ranks = self.rank[probes]
-        for rank in np.unique(ranks[self.has_parents[probes]]):  # a parent's score is ready before its child's
-            of_rank = (ranks == rank) & self.has_parents[probes]
-            row, probe = rows[of_rank], probes[of_rank]
+        for rank in np.unique(ranks[self.has_parents[probes]]):  # parents first
+            in_rank = (ranks == rank) & self.has_parents[probes]
+            row, probe = rows[in_rank], probes[in_rank]
             if self.is_tree:
                 scores[row, probe] *= scores[row, self.first_parent[probe]]
             else:
@@ -253,7 +245,7 @@ class ConceptTree:
                 scores[row, probe] *= np.maximum.reduceat(scores[np.repeat(row, lengths), parents], starts)
 
     def best_parent(self, scores: npt.NDArray[np.float32], probes: Ints) -> npt.NDArray[np.float32]:
-        """Largest score among the parents of each of `probes`, which must have some: `[N, len(probes)]`."""
+        """Largest parent score of each of `probes`, `[N, len(probes)]`; all must have parents."""
         if self.is_tree:
             return scores[:, self.first_parent[probes]]
         parents, starts, _ = self._parents_of(probes)
@@ -261,14 +253,14 @@ class ConceptTree:
         return best
 
     def _parents_of(self, probes: Ints) -> tuple[Ints, Ints, Ints]:
-        """Parents of the probes one after another, where each one's begin, and how many."""
+        """Concatenated parents of the probes, their starts and counts."""
         starts = self.parent_ptr[probes]
         lengths = self.parent_ptr[probes + 1] - starts
         offsets = np.concatenate([[0], np.cumsum(lengths)[:-1]])
         return self.parent_idx[np.repeat(starts - offsets, lengths) + np.arange(lengths.sum())], offsets, lengths
 
     def min_over_descendants(self, values: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
-        """Smallest of `values [P]` among the probes strictly below each; +inf for a leaf."""
+        """Smallest of `values [P]` strictly below each probe; +inf for a leaf."""
         below = np.full(self.n, np.inf, dtype=np.float32)
         for probe in range(self.n - 1, -1, -1):
             for parent in self.parents(probe).tolist():
@@ -277,7 +269,6 @@ class ConceptTree:
 
 
 def _parent_positions(ids: Sequence[str], parents: Sequence[Sequence[str]]) -> list[list[int]]:
-    """Return each concept's parents as positions in `ids`."""
     position: dict[str, int] = {}
     for i, name in enumerate(ids):
         if name in position:
@@ -297,9 +288,6 @@ def _parent_positions(ids: Sequence[str], parents: Sequence[Sequence[str]]) -> l
 def _check_groups(
     softmax_group: Sequence[int], ids: Sequence[str], parents: Sequence[Sequence[str]], levels: Sequence[int]
 ) -> None:
-    """Raise `HierarchyError` naming two members of a softmax group of unlike parents or levels, or one that is
-    alone.
-    """
     members: dict[int, list[int]] = {}
     for i, group in enumerate(softmax_group):
         if group >= 0:
@@ -313,22 +301,17 @@ def _check_groups(
 
 
 def _by_rank_and_first_parent(ranks: Sequence[int], up: Sequence[Sequence[int]]) -> list[int]:
-    """Return positions in the order of numbering: rank by rank, within a rank by first parents, then as given."""
     by_rank: dict[int, list[int]] = {}
     for i, rank in enumerate(ranks):
         by_rank.setdefault(rank, []).append(i)
     number: dict[int, int] = {}
-    for rank in sorted(by_rank):  # parents are of lower ranks, so they are numbered by then
+    for rank in sorted(by_rank):  # parents are numbered first
         members = sorted(by_rank[rank], key=lambda i: (min((number[p] for p in up[i]), default=-1), i))
         number |= {member: len(number) + i for i, member in enumerate(members)}
     return list(number)
 
 
 def _ranks(down: Mapping[int, Sequence[int]], up: Sequence[Sequence[int]], levels: Sequence[int]) -> list[int]:
-    """Return each concept's level, or one more than its parents' highest rank where that is more.
-
-    With levels of 0, that is the length of the longest path from a root.
-    """
     rank = list(levels)
     waiting = [len(above) for above in up]
     ready = [i for i, count in enumerate(waiting) if count == 0]
@@ -343,7 +326,7 @@ def _ranks(down: Mapping[int, Sequence[int]], up: Sequence[Sequence[int]], level
 
 
 def _find_cycle(down: Mapping[int, Sequence[int]]) -> list[int] | None:
-    """One cycle as a list that ends where it begins, or None. Iterative: a bad pack must not exhaust the stack."""
+    """One cycle that ends where it begins, or None. Iterative: a bad pack must not exhaust the stack."""
     done: set[int] = set()
     for start in down:
         if start in done:

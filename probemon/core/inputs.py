@@ -1,4 +1,4 @@
-"""What a probe reads of a hidden state: normalised in fp32, then rounded to the pack's dtype; what kernels may read."""
+"""Probe inputs: hidden states normalised in fp32 and rounded to the pack's dtype."""
 
 from __future__ import annotations
 
@@ -17,16 +17,14 @@ from probemon.core.probes import InputSpec
 from probemon.core.scores import Floats
 from probemon.errors import ConfigError
 
-# Squares this small (or eps, where it is larger) have lost digits of fp32: a state that leaves less cannot be
-# normalised.
+# Smaller mean squares have lost fp32 digits: such a state cannot be normalised.
 TINY = 2.0**-100
 
 
 def prepare_input(hidden: Tensor, spec: InputSpec, dtype: torch.dtype) -> Tensor:
-    """Return hidden [N, D] of any float dtype as [N, D] in `dtype`, normalised without affine part.
+    """Return hidden [N, D] normalised without affine part, in `dtype`.
 
-    Reductions run along D alone, so a row's result does not depend on the batch it came in. What is not finite, and
-    what cannot be normalised in fp32 or rounded to `dtype`, has values that are not finite.
+    Rows do not depend on their batch. States that cannot be normalised or rounded become non-finite.
     """
     check_states(hidden)
     check_norm(spec.norm, ("none", "layernorm", "rmsnorm"), "core/inputs.py")
@@ -35,7 +33,7 @@ def prepare_input(hidden: Tensor, spec: InputSpec, dtype: torch.dtype) -> Tensor
         x = x - x.mean(dim=-1, keepdim=True)
     if spec.norm != "none":
         mean = x.square().mean(dim=-1, keepdim=True)
-        # inf - inf: a state too large to be squared becomes NaN, which is not seen, instead of zeros, which score 0.5.
+        # inf - inf: too large a state becomes NaN, not zeros, which would score 0.5.
         square = mean + (mean - mean) + spec.eps
         if spec.eps < TINY:
             square = torch.where(square < TINY, torch.nan, square)
@@ -44,21 +42,23 @@ def prepare_input(hidden: Tensor, spec: InputSpec, dtype: torch.dtype) -> Tensor
 
 
 def check_norm(norm: str, computed: Sequence[str], where: str) -> None:
-    """Raise `ConfigError` unless the norm is one that the code of `where` computes: it would be taken for another."""
+    """Raise `ConfigError` unless the code in `where` computes the norm."""
     if norm not in computed:
-        raise ConfigError(f"{where} computes no norm {norm!r}, only {', '.join(computed)}: use one of these, or add it")
+        raise ConfigError(
+            f"{where} does not compute norm {norm!r}, only {', '.join(computed)}: use one of these, or add it"
+        )
 
 
 def largest_values(values: Tensor) -> Tensor:
-    """The largest absolute value of each row, `[N]` fp32, NaN where one is NaN; on a GPU without waiting."""
+    """Largest absolute value of each row, `[N]` fp32, or NaN; does not wait for a GPU."""
     return values.abs().amax(dim=-1).to(torch.float32)
 
 
 def check_states(hidden: Tensor, width: int | None = None, name: str = "hidden") -> None:
-    """Raise `ConfigError` unless hidden is a dense `[N, D]` of real floats, of `width` values each."""
+    """Raise `ConfigError` unless hidden is a dense float `[N, D]`, with D = `width`."""
     if hidden.layout != torch.strided or hidden.device.type == "meta" or not hidden.dtype.is_floating_point:
         raise ConfigError(f"{name} is {described(hidden)}: give a dense tensor of a float dtype, with values")
-    if hidden.is_neg():  # kernels read what lies in memory, which has the other sign
+    if hidden.is_neg():  # kernels read memory, which has the other sign
         raise ConfigError(f"{name} is a view that negates another tensor: give its .resolve_neg()")
     shape = tuple(hidden.shape)
     if len(shape) != 2 or shape[1] != (shape[1] if width is None else width):
@@ -66,11 +66,9 @@ def check_states(hidden: Tensor, width: int | None = None, name: str = "hidden")
 
 
 def check_pairs(hidden: Tensor, weights: Mapping[str, Tensor], rows: Tensor, slots: Tensor) -> None:
-    """Raise `ConfigError` unless a kernel can read these pairs: every row is one of `hidden`, every slot one of
-    `weights`, and the widths agree.
+    """Raise `ConfigError` unless rows are of `hidden`, slots of `weights`, and widths agree.
 
-    The numbers are looked at on a CPU. On a GPU that would wait for them: its kernels skip a pair that is out of range,
-    whose score is NaN.
+    Ranges are checked on a CPU only; GPU kernels give NaN for a pair out of range.
     """
     check_lists(hidden, weights, rows, slots)
     for name, numbers, n in (("rows", rows, len(hidden)), ("slots", slots, len(weights["w1"]))):
@@ -79,7 +77,7 @@ def check_pairs(hidden: Tensor, weights: Mapping[str, Tensor], rows: Tensor, slo
 
 
 def check_lists(hidden: Tensor, weights: Mapping[str, Tensor], rows: Tensor, slots: Tensor) -> None:
-    """Raise what `check_pairs` does, but for the numbers themselves, which nothing looks at."""
+    """Raise as `check_pairs`, without looking at the numbers."""
     check_states(hidden, weights["w1"].shape[2])
     device, shape = weights["w1"].device, slots.shape
     for name, numbers in (("rows", rows), ("slots", slots)):
@@ -95,13 +93,13 @@ def check_lists(hidden: Tensor, weights: Mapping[str, Tensor], rows: Tensor, slo
 
 
 def check_range(name: str, least: int, most: int, n: int) -> None:
-    """Raise `ConfigError` unless numbers, the least and the most of them, count n things from 0."""
+    """Raise `ConfigError` unless numbers from `least` to `most` are within 0..n-1."""
     if not 0 <= least <= most < n:
         raise ConfigError(f"{name} are {least} to {most}, and there are {n}: give numbers from 0 to {n - 1}")
 
 
 def described(tensor: Tensor) -> str:
-    """What a tensor is, in words: its dtype, its shape, and where it lies, if that is unusual."""
+    """Describe a tensor's dtype, shape, layout and device."""
     unusual = (
         ""
         if tensor.layout == torch.strided
@@ -116,15 +114,13 @@ def described(tensor: Tensor) -> str:
     )
 
 
-# Why a state has no scores: what is no number, in the order in which it is noticed. SEEN: it has scores.
+# Why a state has no scores; SEEN: it has.
 SEEN, NOT_FINITE, NOT_PREPARED, NO_SCORE = range(4)
-FEW = 16  # states up to which compiled code that prepares them at once takes less time than a call for each thing
+FEW = 16  # states; above, one compiled call is slower
 
 
 class PreparedInputs(dict[tuple[InputSpec, torch.dtype], Tensor]):
-    """Inputs that were prepared already, by what they are and in which dtype; `largest` of those of which it is known:
-    the largest absolute value of each state, all of them finite.
-    """
+    """Prepared inputs by spec and dtype. `largest`: per state, if known and all finite."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -132,25 +128,24 @@ class PreparedInputs(dict[tuple[InputSpec, torch.dtype], Tensor]):
 
 
 class FarTerms(NamedTuple):
-    """What says that a prepared state is far: the mean `[D]` fp64, components `[K, D]` fp32, a limit."""
+    """Familiarity terms: mean `[D]` fp64, components `[K, D]` fp32, limit."""
 
     mean: npt.NDArray[np.float64]
     basis: Floats
     limit: float
 
 
-# Prepares few states: the values, the largest of each, and, where it is asked for, which are far. The largest are
-# missing where something is not finite.
+# Returns values, the largest of each (None unless all finite), and which are far.
 PrepareFew = Callable[[Tensor, InputSpec, torch.dtype, FarTerms | None], tuple[Tensor, Floats | None, Ints | None]]
 Normalise = Callable[[Tensor, InputSpec, torch.dtype], Tensor]
 
 
 @dataclass(frozen=True)
 class Inputs:
-    """Prepared inputs `[I * N, D]` of N states, one block of N for each of the I specs that probes read.
+    """Prepared inputs `[I * N, D]` of N states, one block per spec.
 
-    `raw`: the hidden states `[N, D]` that each block was made of, or nothing where the values say of themselves what
-    they were made of (`normalise_triton`): NaN of what was not finite, infinite of what became so.
+    `raw`: the hidden states `[N, D]` of each block; empty if the values distinguish a non-finite state (NaN) from an
+    overflow (inf).
     """
 
     values: Tensor
@@ -162,20 +157,18 @@ class Inputs:
         return self.n
 
     def take(self, which: Ints) -> Inputs:
-        """Some of the states."""
+        """Return some of the states."""
         blocks = [_rows(x, which) for x in self.values.split(self.n)]
         values = blocks[0] if len(blocks) == 1 else torch.cat(blocks)
         return Inputs(values, len(which), tuple(_rows(x, which) for x in self.raw))
 
     @cached_property
     def largest(self) -> Floats:
-        """The largest absolute value of each prepared input `[I * N]`: infinite where it overflowed when it was
-        normalised or rounded, NaN where the hidden state was not finite. On a GPU the first access waits.
-        """
+        """Largest absolute values `[I * N]`; inf after an overflow, NaN for a non-finite state. Waits for a GPU."""
         if self.known_largest is not None:
             return self.known_largest
         if self.values.device.type == "cpu" and self.values.dtype == torch.float32:
-            largest: Floats = np.abs(self.values.numpy()).max(axis=-1)  # half of the time of torch's, for one state
+            largest: Floats = np.abs(self.values.numpy()).max(axis=-1)  # faster for one state
         else:
             largest = largest_values(self.values).cpu().numpy()
         if self.raw and not np.isfinite(largest).all():
@@ -185,26 +178,26 @@ class Inputs:
 
     @cached_property
     def most(self) -> float:
-        """The largest of them all, in fp64; NaN where one is."""
+        """Largest of all; NaN if one is."""
         return float(self.largest[0] if len(self.largest) == 1 else self.largest.max(initial=0))
 
     @cached_property
     def unseen(self) -> Ints:
-        """Of each state `[N]`, SEEN, NOT_FINITE or NOT_PREPARED."""
+        """SEEN, NOT_FINITE or NOT_PREPARED for each state `[N]`."""
         return unseen_inputs(self.largest, self.n)
 
 
 def norms_of(states: Mapping[str, Tensor], sites: Sequence[str]) -> Tensor:
-    """Return the L2 norms `[N, S]` fp32 of states `[N, D]` at some sites, on their device."""
+    """Return L2 norms `[N, S]` fp32 of states `[N, D]` at some sites, on their device."""
     return torch.stack([torch.linalg.vector_norm(states[site].detach().float(), dim=-1) for site in sites], dim=1)
 
 
 class InputMaker:
-    """Prepares hidden states for probes: `specs` says what they read, each spec once, and `dtype` what of.
+    """Prepares hidden states for probes, for distinct `specs`, in `dtype`.
 
-    `normalise` may take the place of `prepare_input`. `keeps_raw=False`: its values say of themselves what they were
-    made of. `rounded`: turns what it makes in fp32 into what it makes in `dtype`, where it can be had so. `few`: makes
-    up to `FEW` states, the same to the last bit.
+    - `normalise`: replaces `prepare_input`; with `keeps_raw=False` its values need no `Inputs.raw`.
+    - `rounded`: converts its fp32 values to `dtype`.
+    - `few`: prepares up to `FEW` states, bit for bit the same.
     """
 
     def __init__(
@@ -222,12 +215,12 @@ class InputMaker:
         self._normalise, self._keeps_raw, self._rounded = normalise or prepare_input, keeps_raw, rounded
 
     def exact(self, hidden: Tensor, spec: InputSpec) -> Tensor:
-        """Normalise hidden states [N, D] in fp32, without rounding them."""
+        """Normalise hidden states [N, D] in fp32."""
         normalise = self._normalise if self._keeps_raw else prepare_input
         return normalise(hidden.to(self._device), spec, torch.float32)
 
     def make(self, hidden: Mapping[str, Tensor], prepared: PreparedInputs | None = None) -> Inputs:
-        """Prepare hidden states `[N, D]` of every site. `prepared` holds what is there already, and takes the rest."""
+        """Prepare hidden states `[N, D]` of every site; reuses and fills `prepared`."""
         prepared = PreparedInputs() if prepared is None else prepared
         blocks, largest = [], list[Floats | None]()
         for spec in self.specs:
@@ -241,14 +234,14 @@ class InputMaker:
             blocks.append(prepared[key])
             largest.append(prepared.largest.get(key))
         raw = tuple(hidden[spec.site] for spec in self.specs) if self._keeps_raw else ()
-        known = [one for one in largest if one is not None]
-        all_known = None if len(known) < len(largest) else known[0] if len(known) == 1 else np.concatenate(known)
-        return Inputs(blocks[0] if len(blocks) == 1 else torch.cat(blocks), len(blocks[0]), raw, all_known)
+        finite = [values for values in largest if values is not None]
+        joined = None if len(finite) < len(largest) else finite[0] if len(finite) == 1 else np.concatenate(finite)
+        return Inputs(blocks[0] if len(blocks) == 1 else torch.cat(blocks), len(blocks[0]), raw, joined)
 
     def prepare_few(
         self, hidden: Mapping[str, Tensor], spec: InputSpec, terms: FarTerms | None, prepared: PreparedInputs
     ) -> Ints | None:
-        """Put states into `prepared`, where they are few and that can be done at once; say which are far, if asked."""
+        """Put few states on a CPU into `prepared`; return which are far, if `terms` are given."""
         states, key = hidden[spec.site], (spec, self._dtype)
         if self._few is None or len(states) > FEW or states.device.type != "cpu":
             return None
@@ -259,7 +252,7 @@ class InputMaker:
 
 
 def unseen_inputs(largest: Floats, n: int) -> Ints:
-    """Of each of N states SEEN, NOT_FINITE or NOT_PREPARED, by the largest values `[I * N]` of its prepared inputs."""
+    """SEEN, NOT_FINITE or NOT_PREPARED for each of N states, from `largest [I * N]`."""
     if np.isfinite(largest).all():
         return np.zeros(n, dtype=np.int64)
     blocks = largest.reshape(-1, n)

@@ -1,13 +1,8 @@
-"""Exact intervals: of a rate, from a count; of a mean, from numbers between 0 and 1.
+"""Exact confidence intervals of rates, and of means of numbers between 0 and 1.
 
-    low, high = clopper_pearson(3, 1000)  # a rate, from 3 of 1,000 independent trials; 95 % confidence
-    lows, highs = clopper_pearson(counts, n, 0.99)          # counts [K], n [K] or a number: each rate by itself
-    low, high = clustered(30, 10_000, 12.5)  # of trials that are alike: as many as 10,000 / 12.5 independent ones
-    high = upper_bound(0, 300, 0.95)  # one side: the rate is above it with probability 0.05 at most
-    low, high = mean_interval(0.98, 120)  # a mean, from that of 120 independent numbers between 0 and 1
+    low, high = clopper_pearson(3, 1000)  # 3 of 1,000 independent trials; 95 %
 
-Every function takes numbers or arrays that broadcast, and gives float64 of their shape. Raises `ConfigError` for what
-is no count or share.
+Arguments broadcast; results are float64. Raises `ConfigError` for invalid counts or shares.
 """
 
 from __future__ import annotations
@@ -28,33 +23,31 @@ _lgamma = np.frompyfunc(math.lgamma, 1, 1)
 
 
 def clopper_pearson(k: npt.ArrayLike, n: npt.ArrayLike, confidence: float = 0.95) -> tuple[Any, Any]:
-    """`(low, high)` of a rate, k of n trials: each side is passed with probability (1 - confidence) / 2 at most.
+    """`(low, high)` of a rate, k of n trials; each side is passed with probability at most (1 - confidence) / 2.
 
     Clopper & Pearson 1934, "The use of confidence or fiducial limits illustrated in the case of the binomial"
-    (Biometrika 26). Without trials it is (0, 1).
+    (Biometrika 26). (0, 1) without trials.
     """
     side = 1 - (1 - _confident(confidence)) / 2
     return lower_bound(k, n, side), upper_bound(k, n, side)
 
 
 def clustered(k: npt.ArrayLike, n: npt.ArrayLike, effect: npt.ArrayLike, confidence: float = 0.95) -> tuple[Any, Any]:
-    """`(low, high)` as `clopper_pearson`, of k of n trials that come in groups of like ones: as many as n / `effect`
-    independent trials, of which the same share succeeded.
+    """`clopper_pearson` for grouped trials, as n / `effect` independent ones (see `design_effect`).
 
     Korn & Graubard 1998, "Confidence intervals for proportions with small expected number of positive counts estimated
-    from survey data" (Survey Methodology 24), without their correction for few groups. `effect`: see `design_effect`.
+    from survey data" (Survey Methodology 24), without their correction for few groups.
     """
     side = (1 - _confident(confidence)) / 2
-    some, trials = (values / np.asarray(effect) for values in _counts(k, n))
-    return _lower(some, trials, side), _upper(some, trials, side)
+    successes, trials = (values / np.asarray(effect) for values in _counts(k, n))
+    return _lower(successes, trials, side), _upper(successes, trials, side)
 
 
 def design_effect(successes: npt.ArrayLike, sizes: npt.ArrayLike) -> float:
-    """How many trials that come in groups count as one independent one, 1 or more: of so many `successes [G]` in groups
-    of these `sizes [G]`.
+    """Grouped trials worth one independent trial, at least 1, from `successes [G]` and `sizes [G]`.
 
-    The variance of the share over groups, over that of as many independent trials (Kish 1965, "Survey Sampling", ch.
-    5). Where all succeeded, or none, or there are fewer than 20 groups, it cannot be told: then a group counts as one.
+    Variance of the share relative to independent trials (Kish 1965, "Survey Sampling", ch. 5). If all or none
+    succeeded, or with under 20 groups, a group counts as one trial.
     """
     k, n = np.asarray(successes, dtype=np.float64), np.asarray(sizes, dtype=np.float64)
     k, n = k[n > 0], n[n > 0]
@@ -66,9 +59,7 @@ def design_effect(successes: npt.ArrayLike, sizes: npt.ArrayLike) -> float:
 
 
 def upper_bound(k: npt.ArrayLike, n: npt.ArrayLike, confidence: float = 0.95) -> Any:
-    """The rate p at which k or fewer of n trials have probability 1 - confidence: the true one is above it no more
-    often. 1 where k is n.
-    """
+    """Rate at which k or fewer of n trials have probability 1 - confidence; 1 if k is n."""
     return _upper(*_counts(k, n), 1 - _confident(confidence))
 
 
@@ -80,9 +71,7 @@ def _upper(a: Doubles, b: Doubles, risk: float) -> Any:
 
 
 def lower_bound(k: npt.ArrayLike, n: npt.ArrayLike, confidence: float = 0.95) -> Any:
-    """The rate p at which k or more of n trials have probability 1 - confidence: the true one is below it no more
-    often. 0 where k is 0.
-    """
+    """Rate at which k or more of n trials have probability 1 - confidence; 0 if k is 0."""
     return _lower(*_counts(k, n), 1 - _confident(confidence))
 
 
@@ -94,7 +83,7 @@ def _lower(a: Doubles, b: Doubles, risk: float) -> Any:
 
 
 def at_most(k: npt.ArrayLike, n: npt.ArrayLike, p: float) -> Any:
-    """Probability of k or fewer successes in n independent trials of probability p, 0 < p < 1."""
+    """Probability of at most k successes in n trials of probability p, 0 < p < 1."""
     if not 0 < p < 1:
         raise ConfigError(f"p is {p!r}: a probability over 0 and under 1")
     a, b = _counts(k, n)
@@ -103,12 +92,10 @@ def at_most(k: npt.ArrayLike, n: npt.ArrayLike, p: float) -> Any:
 
 
 def mean_interval(mean: npt.ArrayLike, n: npt.ArrayLike, confidence: float = 0.95) -> tuple[Any, Any]:
-    """`(low, high)` of the mean of a number between 0 and 1, given the mean of n independent ones: each side is passed
-    with probability (1 - confidence) / 2 at most.
+    """`(low, high)` of a mean, given the mean of n independent numbers between 0 and 1.
 
-    The means q with n * KL(mean, q) <= log(2 / (1 - confidence)), KL of two coins: Hoeffding 1963, "Probability
-    inequalities for sums of bounded random variables" (JASA 58), theorem 1. It holds for every n; where all n were 0
-    (or 1) it is the interval of a count.
+    Means q with n * KL(mean, q) <= log(2 / (1 - confidence)): Hoeffding 1963, "Probability inequalities for sums of
+    bounded random variables" (JASA 58), theorem 1.
     """
     most = math.log(2 / (1 - _confident(confidence)))
     m, trials = np.broadcast_arrays(np.asarray(mean, dtype=np.float64), np.asarray(n, dtype=np.float64))
@@ -137,7 +124,7 @@ def _counts(k: npt.ArrayLike, n: npt.ArrayLike) -> tuple[Doubles, Doubles]:
 
 
 def _edge(holds: Callable[[Doubles], Any], low: Doubles, high: Doubles) -> tuple[Doubles, Doubles]:
-    """Neighbouring doubles between which `holds`, true at `low`, turns false, by halving."""
+    """Neighbouring doubles between which `holds` turns false, by bisection."""
     while True:
         middle = (low + high) / 2
         if ((middle == low) | (middle == high)).all():
@@ -151,13 +138,11 @@ def _at_most(k: Doubles, n: Doubles, p: Doubles) -> Doubles:
 
 
 def _beta(x: Doubles, y: Doubles, a: Doubles, b: Doubles) -> Doubles:
-    """Regularised incomplete beta function I_x(a, b), y = 1 - x: by its continued fraction (DLMF 8.17.22), evaluated by
-    Lentz's method.
-    """
-    turn = x > (a + 1) / (a + b + 2)  # beyond it the fraction of the complement converges, and faster
+    """Regularised incomplete beta function I_x(a, b), y = 1 - x (DLMF 8.17.22, Lentz's method)."""
+    turn = x > (a + 1) / (a + b + 2)  # the complement converges faster
     x, y, a, b = np.where(turn, y, x), np.where(turn, x, y), np.where(turn, b, a), np.where(turn, a, b)
     log_beta = np.asarray(_lgamma(a) + _lgamma(b) - _lgamma(a + b), dtype=np.float64)
-    with np.errstate(divide="ignore"):  # of x and y the smaller one is exact, the other is rounded
+    with np.errstate(divide="ignore"):  # the smaller of x and y is exact
         powers = np.where(x < y, a * np.log(x) + b * np.log1p(-x), a * np.log1p(-y) + b * np.log(y))
     front = np.exp(powers - log_beta) / a
     fraction, c, d = np.ones(a.shape), np.ones(a.shape), np.zeros(a.shape)
@@ -169,7 +154,7 @@ def _beta(x: Doubles, y: Doubles, a: Doubles, b: Doubles) -> Doubles:
         ):
             d = 1 / (1 + term * d)
             c = 1 + term / c
-            # One that has converged is left alone: no value depends on those beside it.
+            # Freeze converged values.
             fraction = np.where(live, fraction * c * d, fraction)
         live &= np.abs(c * d - 1) > 1e-15
         m += 1

@@ -1,11 +1,6 @@
-"""What memories read at tokens: which slot, and the token that it was written at.
+"""Memory reads at tokens: which slot, and the token it was written at.
 
-    reads.of(3)                                     # of the fourth token: a Reading of each memory
-    reads.of(3, k=2)                                # of each memory its two most read
-    reads.take(entries)                             # of some tokens; -1 for one of which nothing is known
-    MemoryReads.join([reads, more])                 # batch after batch
-
-Shapes: N tokens, S memories, k slots of each, most read first.
+N tokens, S memories, k slots each, most read first.
 """
 
 from __future__ import annotations
@@ -18,19 +13,18 @@ import numpy as np
 import numpy.typing as npt
 
 Ints = npt.NDArray[np.int64]
-NULL, UNKNOWN = -1, -2  # instead of the number of a slot: the null slot; nothing is known of the token
+NULL, UNKNOWN = -1, -2  # in place of a slot's number
 
 
 @dataclass(frozen=True)
 class Reading:
-    """What a memory read at a token: `weight` of all that it read is of one slot.
+    """One slot that a memory read at a token, with its `weight` in the read.
 
-    - `site`, `layer`: which memory.
-    - `slot`: its number; None for the null slot, which is read where nothing is asked.
-    - `position`: where the token stands that the slot was written at, counted as the one that reads is: a column of
-      the output in results, of the padded sequence in events. None for the null slot and an empty one, and where it
-      stands before the first column (it came in an earlier turn).
-    - `token_id`, `token`: that token, its text where a tokenizer is known; -1 and "" for no token.
+    - `site`, `layer`: the memory.
+    - `slot`: number, None for the null slot.
+    - `position`: of the token the slot was written at: a column of the output in results, of the padded sequence in
+      events; None for none, or before the first column.
+    - `token_id`, `token`: that token, with text if a tokenizer is known; -1 and "" for none.
     """
 
     site: str
@@ -44,10 +38,9 @@ class Reading:
 
 @dataclass(frozen=True)
 class MemoryReads:
-    """What S memories read at N tokens.
+    """Reads of S memories at N tokens.
 
-    `slot`, `column`, `token_id` `[N, S, k]` int64, `weight [N, S, k]` fp32: see `Reading`; `column` is -1 for no token,
-    or one that stands before the first column.
+    `slot`, `column` (-1 for none), `token_id` `[N, S, k]` int64, `weight [N, S, k]` fp32: see `Reading`.
     """
 
     sites: tuple[str, ...]
@@ -59,27 +52,27 @@ class MemoryReads:
 
     @classmethod
     def unknown(cls, sites: tuple[str, ...], layers: tuple[int, ...], n: int, k: int) -> MemoryReads:
-        """Return those of `n` tokens of which nothing is known."""
-        whole = np.full((n, len(sites), k), UNKNOWN, dtype=np.int64)
-        none = np.full_like(whole, -1)
-        return cls(sites, layers, whole, none, none.copy(), np.zeros(whole.shape, dtype=np.float32))
+        """Return unknown reads of `n` tokens."""
+        slots = np.full((n, len(sites), k), UNKNOWN, dtype=np.int64)
+        none = np.full_like(slots, -1)
+        return cls(sites, layers, slots, none, none.copy(), np.zeros(slots.shape, dtype=np.float32))
 
     def __len__(self) -> int:
         return len(self.slot)
 
     def take(self, entries: Ints, begin: int = 0) -> MemoryReads:
-        """Return those of the tokens of these numbers, of -1 nothing, with columns counted from `begin`."""
-        known = entries >= 0
-        at = np.where(known, entries, 0)
+        """Return the reads of these tokens (-1: unknown), with columns counted from `begin`."""
+        is_token = entries >= 0
+        at = np.where(is_token, entries, 0)
         if not len(self):
             return self.unknown(self.sites, self.layers, len(entries), self.slot.shape[2])
-        slot = np.where(known[:, None, None], self.slot[at], UNKNOWN)
+        slot = np.where(is_token[:, None, None], self.slot[at], UNKNOWN)
         column = np.maximum(self.column[at] - begin, -1)
         return replace(self, slot=slot, column=column, token_id=self.token_id[at], weight=self.weight[at])
 
     @staticmethod
     def join(parts: Sequence[MemoryReads]) -> MemoryReads:
-        """Return those of several batches of the same memories, one after another."""
+        """Concatenate batches of the same memories."""
         arrays: dict[str, Any] = {
             name: np.concatenate([getattr(part, name) for part in parts])
             for name in ("slot", "column", "token_id", "weight")
@@ -87,19 +80,19 @@ class MemoryReads:
         return replace(parts[0], **arrays)
 
     def of(self, i: int, k: int = 1) -> list[Reading]:
-        """Return the `k` most read slots of each memory at token `i`, memory by memory; none where nothing is known."""
+        """Return `k` readings of each memory at token `i`; none if unknown."""
         readings = []
         for number, (site, layer) in enumerate(zip(self.sites, self.layers, strict=True)):
             columns = (array[i, number, :k].tolist() for array in (self.slot, self.weight, self.column, self.token_id))
             for slot, weight, column, token_id in zip(*columns, strict=True):
                 if slot != UNKNOWN:
-                    where = None if column < 0 else column
-                    readings.append(Reading(site, layer, None if slot == NULL else slot, weight, where, token_id))
+                    position = None if column < 0 else column
+                    readings.append(Reading(site, layer, None if slot == NULL else slot, weight, position, token_id))
         return readings
 
 
 def with_texts(readings: Sequence[Reading], tokenizer: Any) -> list[Reading]:
-    """Return what was read with the texts of its tokens."""
+    """Return the readings with token texts."""
     if tokenizer is None:
         return list(readings)
     return [r if r.token_id < 0 else replace(r, token=tokenizer.decode([r.token_id])) for r in readings]

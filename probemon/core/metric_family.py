@@ -1,7 +1,4 @@
-"""Family: a metric for Prometheus; each part of the package has a table of its own.
-
-counter = FAMILIES["probemon_gaps_total"].made(registry)     # an object of prometheus_client
-"""
+"""Family: a Prometheus metric."""
 
 from __future__ import annotations
 
@@ -9,15 +6,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-# 50 us to 100 ms: what hooks take of a forward, in steps of about 2.
+# Time of hooks per forward, 50 us to 100 ms.
 OVERHEAD_BUCKETS = (5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 2e-2, 5e-2, 1e-1)
 
 
 @dataclass(frozen=True)
 class Family:
-    """One family: its `name` as it is exposed, `kind` ("counter", "gauge", "histogram"), labels and a sentence.
+    """A metric: exposed `name`, `kind` ("counter", "gauge", "histogram"), labels and help text.
 
-    `mode`: how the values of a gauge from several processes become one.
+    `mode`: how a gauge combines over processes.
     """
 
     name: str
@@ -29,11 +26,11 @@ class Family:
 
     @property
     def stem(self) -> str:
-        """Return the name without the suffix that clients add to a counter's."""
+        """Name without a counter's suffix."""
         return self.name.removesuffix("_total") if self.kind == "counter" else self.name
 
     def made(self, registry: Any) -> Any:
-        """Return it as an object of `prometheus_client`, registered. Raises `ValueError` where it is there already."""
+        """Return a registered `prometheus_client` metric. Raises `ValueError` if it exists already."""
         from prometheus_client import Counter, Gauge, Histogram
 
         if self.kind == "counter":
@@ -43,7 +40,7 @@ class Family:
         return Gauge(self.name, self.help, self.labels, registry=registry, multiprocess_mode=self.mode)  # type: ignore[arg-type]
 
     def scraped(self, value: float | None = None) -> Any:
-        """Return it as a family of a collector, to which samples are added; `value`: of one without labels."""
+        """Return a collector's metric family; `value`: of one without labels."""
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
         kind = CounterMetricFamily if self.kind == "counter" else GaugeMetricFamily
@@ -53,7 +50,7 @@ class Family:
 
 
 def table_of(title: str, families: Sequence[Family]) -> str:
-    """Return families as a table of Markdown under a heading."""
+    """Return a Markdown table under a heading."""
     lines = [f"### {title}", "", "| family | type | labels | what it says |", "|---|---|---|---|"]
     for family in families:
         labels = ", ".join(f"`{label}`" for label in family.labels)

@@ -1,8 +1,4 @@
-"""What does not change from step to step of a descent: where it begins, what opens children, what is kept.
-
-thresholds = expand_thresholds(tree, score_rule, "auto", alert, calibrated, recommended)
-plan = CascadePlan.of(tree, score_rule, config, thresholds, always_on)
-"""
+"""CascadePlan: the constant part of a descent."""
 
 from __future__ import annotations
 
@@ -23,10 +19,12 @@ from probemon.errors import ConfigError
 
 @dataclass(frozen=True)
 class CascadePlan:
-    """What does not change from step to step. `always [P]`: active at every state; `exempt [P]`: never retained.
+    """The constant part of a descent.
 
-    `watched [P]`: the probes that may be active, None for all; nothing in `tree` opens into the others. `named [P]`:
-    those that are always on by name, with what their scores need. `n_shed`: of those not watched, left out for a while.
+    - `always [P]`: active at every state; `exempt [P]`: never retained.
+    - `watched [P]`: probes that may be active, None for all; `tree` opens no others.
+    - `named [P]`: always on by name, with what their scores need.
+    - `n_shed`: probes unwatched temporarily.
     """
 
     tree: ConceptTree
@@ -46,11 +44,11 @@ class CascadePlan:
 
     @cached_property
     def n_excluded(self) -> int:
-        """How many probes are not watched, and not for a while only."""
+        """Number of probes permanently unwatched."""
         return 0 if self.watched is None else int(np.count_nonzero(~self.watched)) - self.n_shed
 
     def narrowed(self, keep: Mask) -> CascadePlan:
-        """Return a plan that for a while sheds all but `keep [P]`, and what the scores of these need."""
+        """Return a plan that temporarily sheds all but `keep [P]` and what their scores need."""
         watched = self.closed(keep[None])[0]
         if self.watched is not None:
             watched &= self.watched
@@ -64,9 +62,7 @@ class CascadePlan:
         )
 
     def taken_over(self, retained: Mask) -> Mask:
-        """Return sets `[N, P]` that were retained under another plan, as far as this one watches them; of a row in
-        which they leave no room beside what is always on, none.
-        """
+        """Return the watched part of retained sets `[N, P]`; rows that do not fit are emptied."""
         if self.watched is not None:
             retained = retained & self.watched
         if self.tree.n <= self.config.max_loaded_probes:
@@ -75,13 +71,11 @@ class CascadePlan:
         return retained & (n_active <= self.config.max_loaded_probes)[:, None]
 
     def closed(self, mask: Mask) -> Mask:
-        """Return `mask [N, P]` with what must be active with its probes: by the path rule all above them, and the
-        members of their softmax groups.
-        """
+        """Return `mask [N, P]` with softmax groups and, by the path rule, ancestors."""
         return self.tree.groups.close(self.tree.close(mask) if self.path_rule else mask)
 
     def with_floor(self, floor: float) -> CascadePlan:
-        """Return a plan that under the path rule also finds every score above `floor`: scores never rise downward."""
+        """Return a plan that, by the path rule, also finds every score above `floor`."""
         if not self.path_rule:
             return self
         return replace(self, expand_threshold=np.fmin(self.expand_threshold, np.float32(floor)))
@@ -96,9 +90,7 @@ class CascadePlan:
         always_on: Sequence[int],
         watched: Mask | None = None,
     ) -> CascadePlan:
-        """Check that the settings fit the hierarchy, of which all is watched, or this part `[P]`: see
-        `probemon.core.branches`. Raises `ConfigError`.
-        """
+        """Check the settings against the hierarchy, or its part `watched [P]`. Raises `ConfigError`."""
         present = set(tree.level.tolist())
         missing = [level for level in config.base_layers if level not in present]
         if missing:
@@ -127,9 +119,9 @@ def starting_probes(
     always_on: Iterable[int],
     watched: Mask | None = None,
 ) -> tuple[Mask, Mask]:
-    """Return `(exempt, always)` `[P]`: the probes of the base levels and those always on, with the rest of their
-    softmax groups, and all that a descent begins with. Under the path rule these are the roots and all ancestors, too.
-    Only those that are `watched`.
+    """Return `(exempt, always)` `[P]`: base and always-on probes, and all that a descent begins with.
+
+    Both include softmax groups; by the path rule `always` includes roots and ancestors.
     """
     exempt: Mask = np.isin(tree.level, list(base_layers))
     exempt[list(always_on)] = True
@@ -144,7 +136,7 @@ def starting_probes(
 
 
 def auto_threshold(score_rule: str, alert: Floats, recommended: float | str | None) -> float | str:
-    """What `load_threshold="auto"` means for a pack."""
+    """Return the meaning of `load_threshold="auto"` for a pack."""
     fallback = "exact" if follows_path(score_rule) and not np.isnan(alert).any() else 0.3
     return fallback if recommended is None else recommended
 
@@ -157,11 +149,9 @@ def expand_thresholds(
     calibrated: Floats,
     recommended: float | str | None,
 ) -> Floats:
-    """Expand threshold `[P]` of every probe for a `load_threshold`. Raises `ConfigError` where the pack lacks what it
-    needs.
-    """
+    """Return expand thresholds `[P]`. Raises `ConfigError` if the pack lacks what the rule needs."""
     if rule == "auto":
-        rule = check_load_threshold(auto_threshold(score_rule, alert, recommended))  # a pack may recommend anything
+        rule = check_load_threshold(auto_threshold(score_rule, alert, recommended))
     if rule == "auto":
         raise ConfigError(
             "load_threshold='auto' is what the pack recommends, which is 'auto' again: give a number, 'exact' or"
@@ -186,5 +176,5 @@ def expand_thresholds(
                 " calibrate the pack"
             )
         return calibrated
-    with np.errstate(over="ignore"):  # what fp32 does not hold is over, or under, every score all the same
+    with np.errstate(over="ignore"):  # inf still compares correctly
         return np.full(tree.n, rule, dtype=np.float32)

@@ -1,9 +1,4 @@
-"""What a probe reads and how it is shaped: sites, inputs, architectures.
-
-parse_site("resid_post.15")                   # ("resid_post", 15)
-InputSpec("resid_post.15", "rmsnorm")         # a hidden state, and how it is normalised
-Architecture(2560, (128, 64)).parameters_per_probe()
-"""
+"""Sites, inputs and architectures of probes."""
 
 from __future__ import annotations
 
@@ -22,7 +17,7 @@ from torch import Tensor
 from probemon.errors import ConfigError, PackCorrupt, PackError
 from probemon.util.checks import check_number
 
-# Of a recurrent layer: its state after a token, and the step that it took there. The others are as wide as the host.
+# The other sites are as wide as the model.
 RECURRENT = ("ssm_state", "delta")
 SITE = re.compile(r"(resid_post|attn_out|mlp_out|ssm_state|delta)\.(0|[1-9][0-9]{0,3})")
 
@@ -33,13 +28,13 @@ def parse_site(site: str) -> tuple[str, int]:
     if match is None:
         raise ConfigError(
             f"site {site!r:.80} is not supported: expected resid_post.N, attn_out.N, mlp_out.N, ssm_state.N or delta.N,"
-            " N a 0-based layer of the host (0 to 9999)"
+            " N a 0-based layer of the model (0 to 9999)"
         )
     return match.group(1), int(match.group(2))
 
 
 def check_sites_once(sites: Iterable[str]) -> None:
-    """Raise `ConfigError` where a site is named twice: its states would be read twice, and written to one place."""
+    """Raise `ConfigError` if a site is named twice."""
     seen = set[str]()
     for site in sites:
         if site in seen:
@@ -48,7 +43,7 @@ def check_sites_once(sites: Iterable[str]) -> None:
 
 
 def is_recurrent(site: str) -> bool:
-    """Whether a site is of a recurrent layer: `ssm_state.N` or `delta.N`. Raises `ConfigError`."""
+    """True for `ssm_state.N` or `delta.N`. Raises `ConfigError`."""
     return parse_site(site)[0] in RECURRENT
 
 
@@ -57,7 +52,7 @@ NORMS = ("none", "layernorm", "rmsnorm")
 
 @dataclass(frozen=True)
 class InputSpec:
-    """What a probe reads: the hidden state at a site, normalised without affine part."""
+    """A probe's input: the hidden state at a site, normalised without affine part."""
 
     site: str
     norm: str = "none"
@@ -76,7 +71,7 @@ class InputSpec:
             remedy="expected a small number, 0 or more",
             error=PackError,
         )
-        object.__setattr__(self, "eps", eps)  # torch takes no whole number past 64 bits
+        object.__setattr__(self, "eps", eps)  # torch refuses ints past 64 bits
 
     def as_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
@@ -84,19 +79,19 @@ class InputSpec:
 
 @dataclass(frozen=True)
 class Architecture:
-    """Shape of every probe of a pack: `hidden_size` D, then no, one (H1) or two (H1, H2) hidden layers of ReLU."""
+    """Shape of a pack's probes: `hidden_size` D, then zero to two hidden ReLU layers."""
 
     hidden_size: int
     hidden: tuple[int, ...] = ()
 
     @staticmethod
     def parameters() -> tuple[str, ...]:
-        """Names of the stacked tensors, in the order a probe uses them; scales are there where weights are int8."""
+        """Names of the stacked tensors, in order of use."""
         return ("w1", "w1_scale", "b1", "w2", "w2_scale", "b2", "w3", "w3_scale", "b3")
 
     @classmethod
     def of(cls, weights: Mapping[str, Tensor], where: str) -> Architecture:
-        """Read the architecture off stacked weights, checking every shape. Raises `PackCorrupt` naming `where`."""
+        """Read the architecture off stacked weights. Raises `PackCorrupt`, naming `where`, for wrong shapes."""
         if "w1" not in weights or weights["w1"].dim() != 3:
             raise PackCorrupt(f"{where}: w1 must have shape [P, H1, D]")
         p, h1, d = weights["w1"].shape
@@ -136,7 +131,7 @@ class Architecture:
         return architecture
 
     def parameters_per_probe(self) -> int:
-        """Number of weights and biases of one probe."""
+        """Weights and biases of one probe."""
         widths = (self.hidden_size, *self.hidden, 1)
         return sum(a * b + b for a, b in itertools.pairwise(widths))
 
@@ -148,16 +143,15 @@ class Architecture:
 
 
 def input_limits(architecture: Architecture, largest: Mapping[str, npt.NDArray[np.float64]]) -> npt.NDArray[np.float64]:
-    """Return for n probes the largest absolute value `[n]` of an input up to which none of their sums overflows fp32.
+    """Return the largest absolute inputs `[n]` up to which no sum of n probes overflows fp32.
 
-    `largest`: of every weight tensor each probe's largest absolute value `[n]`. Beyond the limit, implementations that
-    add up in different orders may come to different scores, infinities and NaN, so there a probe has no score. The
-    bound is `n_values * weight * input` for a sum of products, layer by layer, and half of what fp32 holds, which
-    leaves room for rounding. Ordinary weights give some 1e20 and more.
+    `largest`: each weight tensor's largest absolute value per probe `[n]`. Beyond the limit, the order of a sum may
+    change its score, so there is none. Bound per layer: `n_values * weight * input`, against half of fp32's range for
+    rounding.
     """
     most = 2.0**127
     n = len(largest["w1"])
-    # What comes into a layer is at most slope * input + offset.
+    # A layer's input is at most slope * input + offset.
     slope, offset, limit = np.ones(n), np.zeros(n), np.full(n, np.inf)
     layers = [i for i in (1, 2, 3) if f"w{i}" in largest]
     with np.errstate(divide="ignore"):

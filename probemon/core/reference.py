@@ -1,4 +1,4 @@
-"""The meaning of a score, in eager torch: gather each pair's weights and compute it in fp32."""
+"""Reference implementation of scoring in eager torch, fp32."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from probemon.core.softmax_groups import softmax
 
 
 class Probes(Protocol):
-    """What a pack has of its probes; several packs that look like one have it as well."""
+    """Attributes of a pack that scoring needs."""
 
     @property
     def n_probes(self) -> int: ...
@@ -38,12 +38,12 @@ class Probes(Protocol):
 
 
 def score_reference(hidden: Tensor, weights: Mapping[str, Tensor], rows: Tensor, slots: Tensor) -> Tensor:
-    """Scores [M] fp32 of probes on their own, the sigmoids of what `logits_reference` gives."""
+    """Scores [M] fp32 of single probes: sigmoids of `logits_reference`."""
     return sigmoid(logits_reference(hidden, weights, rows, slots))
 
 
 def logits_reference(hidden: Tensor, weights: Mapping[str, Tensor], rows: Tensor, slots: Tensor) -> Tensor:
-    """Logits [M] fp32; hidden [N, D] in the pack's dtype, rows [M], slots [M]. Copies every weight it reads."""
+    """Logits [M] fp32; hidden [N, D] in the pack's dtype, rows [M], slots [M]."""
     check_pairs(hidden, weights, rows, slots)
     x = hidden[rows].to(torch.float32)
     gathered = {name: tensor[slots].to(torch.float32) for name, tensor in weights.items()}
@@ -59,9 +59,7 @@ def logits_reference(hidden: Tensor, weights: Mapping[str, Tensor], rows: Tensor
 
 
 def sigmoid(logits: Tensor) -> Tensor:
-    """Sigmoid [M] fp32 that does not depend on an element's place: torch's vector body and scalar tail differ
-    on a CPU.
-    """
+    """Sigmoid [M] fp32, the same at every position: torch's CPU vector body and scalar tail differ."""
     if logits.device.type != "cpu":
         return torch.sigmoid(logits)
     with np.errstate(over="ignore"):
@@ -74,28 +72,23 @@ _BLOCK_BYTES = 64 << 20
 def exhaustive_reference(
     hidden: Mapping[str, Tensor], pack: Probes, weights: Mapping[str, Tensor] | None = None
 ) -> Tensor:
-    """Scores [N, P] fp32 of every probe by the reference and the pack's score rule: golden scores, tests, audits.
-
-    `weights`: others in place of the pack's.
-    """
+    """Scores [N, P] fp32 of every probe by the pack's score rule; `weights` replace the pack's."""
     weights = pack.weights if weights is None else weights
     n = len(next(iter(hidden.values())))
     logits = torch.empty(n, pack.n_probes, dtype=torch.float32, device="cpu")
-    # The reference copies every weight it reads: so many probes at a time that this stays bounded.
+    # Bounds the copies of weights.
     block = max(1, _BLOCK_BYTES // (4 * pack.architecture.parameters_per_probe()))
     for i, spec in enumerate(pack.inputs):
         probes = (pack.input_index == i).nonzero()[:, 0]
         x = prepare_input(hidden[spec.site], spec, input_dtype(weights["w1"].dtype))
-        for some in probes.split(block):
+        for chunk in probes.split(block):
             for row in range(n):
-                logits[row, some] = logits_reference(x, weights, torch.full_like(some, row), some)
+                logits[row, chunk] = logits_reference(x, weights, torch.full_like(chunk, row), chunk)
     return torch.from_numpy(scores_of_logits(logits, pack.tree, pack.score_rule))
 
 
 def scores_of_logits(logits: Tensor, tree: ConceptTree, score_rule: str) -> npt.NDArray[np.float32]:
-    """Scores [N, P] of the logits of every probe: sigmoids, in a softmax group the softmax over it; by the path rule
-    each times the largest score of its parents.
-    """
+    """Scores [N, P]: sigmoids, or softmax within a group; by the path rule times the best parent's score."""
     scores: npt.NDArray[np.float32] = sigmoid(logits.reshape(-1)).reshape(logits.shape).numpy()
     members, ptr = tree.groups.members, tree.groups.ptr
     if len(members):

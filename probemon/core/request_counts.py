@@ -1,11 +1,6 @@
-"""RequestCounts: what is counted of requests, so that two lots of them can be compared.
+"""RequestCounts: per-request statistics, to compare two sets of requests.
 
-    trait = RequestTraits.of(scores, norms, alert)         # one request: scores [T, P] and norms [T, S] of its tokens
-    counts = RequestCounts.of([trait, ...])                # of how many requests what holds
-    counts + others; counts.n, counts.fired                # they add up
-
-Everything is counted by request: the tokens of one depend on each other, requests of different people hardly do. So
-what is compared is how many requests a concept fires in, and not at how many tokens.
+Counting is per request because a request's tokens depend on each other.
 """
 
 from __future__ import annotations
@@ -20,22 +15,22 @@ from probemon.core.hierarchy import Ints, Mask
 from probemon.core.scores import Floats
 
 _LOGITS = np.arange(-9.0, 10.0)
-SCORE_EDGES = (1 / (1 + np.exp(-_LOGITS))).astype(np.float32)  # between bins of scores: finer towards 0 and 1
+SCORE_EDGES = (1 / (1 + np.exp(-_LOGITS))).astype(np.float32)  # finer towards 0 and 1
 N_SCORE_BINS = len(SCORE_EDGES) + 1
 PER_OCTAVE, _LEAST_OCTAVE, _OCTAVES = 16, -10, 30
 N_NORM_BINS = PER_OCTAVE * _OCTAVES
-NEAR_END = np.float32(0.001)  # of 0 or 1: a score there is at that end
-SAME = np.float32(1e-6)  # scores that differ by no more are the same
-MOSTLY = 0.99  # of the tokens of a request
+NEAR_END = np.float32(0.001)  # distance from 0 or 1
+SAME = np.float32(1e-6)  # equal scores
+MOSTLY = 0.99  # of a request's tokens
 
 
 @dataclass(frozen=True)
 class RequestTraits:
-    """What is kept of one request, of A concepts that are scored at every token, and of S sites.
+    """Statistics of one request: A concepts scored at every token, S sites.
 
-    - `highest [A]`: the largest score of each; `fired [P]`: whether a concept was over its alert threshold anywhere
-    - `low`, `high` `[A]`: whether a concept's scores are at 0, or at 1, at nearly all tokens; `flat [A]`: all the same
-    - `norm_bins [S]`: the bin of the median norm of the states at each site, -1 where none is known
+    - `highest [A]`: largest scores; `fired [P]`: over the alert threshold anywhere.
+    - `low`, `high` `[A]`: near 0 or 1 at nearly all tokens; `flat [A]`: all equal.
+    - `norm_bins [S]`: bin of the median norm, -1 if unknown.
     """
 
     fired: Mask
@@ -47,9 +42,7 @@ class RequestTraits:
 
     @classmethod
     def of(cls, scores: Floats, norms: npt.NDArray[np.floating], alert: Floats) -> RequestTraits:
-        """Return those of a request: `scores [T, P]` and `norms [T, S]` of its T tokens, one or more, all of them seen;
-        `alert [P]`.
-        """
+        """Return the traits of `scores [T, P]` and `norms [T, S]`, T >= 1 seen tokens; `alert [P]`."""
         highest, lowest = scores.max(axis=0), scores.min(axis=0)
         return cls(
             fired=highest > alert,
@@ -63,10 +56,9 @@ class RequestTraits:
 
 @dataclass(frozen=True)
 class RequestCounts:
-    """Of `n` requests, how many have each trait: `fired [P]`, `low`, `high`, `flat` `[A]`.
+    """Counts of `n` requests by trait: `fired [P]`; `low`, `high`, `flat` `[A]`.
 
-    `highest [A, N_SCORE_BINS]`: by the bin of a concept's highest score; `norms [S, N_NORM_BINS]`: by that of the
-    median norm at each site.
+    `highest [A, N_SCORE_BINS]`: by highest score; `norms [S, N_NORM_BINS]`: by median norm.
     """
 
     n: int
@@ -79,7 +71,7 @@ class RequestCounts:
 
     @classmethod
     def none(cls, n_probes: int, n_scored: int, n_sites: int) -> RequestCounts:
-        """Return the counts of no request."""
+        """Return empty counts."""
 
         def zeros(*shape: int) -> Ints:
             return np.zeros(shape, dtype=np.int64)
@@ -93,12 +85,13 @@ class RequestCounts:
         first = traits[0]
         counts = cls.none(len(first.fired), len(first.highest), len(first.norm_bins))
         scored, sites = np.arange(len(first.highest)), np.arange(len(first.norm_bins))
-        for one in traits:
-            counts.highest[scored, np.searchsorted(SCORE_EDGES, one.highest, side="right")] += 1
-            known = one.norm_bins >= 0
-            counts.norms[sites[known], one.norm_bins[known]] += 1
+        for request in traits:
+            counts.highest[scored, np.searchsorted(SCORE_EDGES, request.highest, side="right")] += 1
+            is_known = request.norm_bins >= 0
+            counts.norms[sites[is_known], request.norm_bins[is_known]] += 1
         sums = {
-            name: np.sum([getattr(one, name) for one in traits], axis=0) for name in ("fired", "low", "high", "flat")
+            name: np.sum([getattr(request, name) for request in traits], axis=0)
+            for name in ("fired", "low", "high", "flat")
         }
         return cls(n=len(traits), highest=counts.highest, norms=counts.norms, **sums)
 
@@ -106,30 +99,30 @@ class RequestCounts:
         return RequestCounts(*(getattr(self, field.name) + getattr(other, field.name) for field in fields(self)))
 
     def take(self, probes: Ints, scored: Ints, sites: Ints) -> RequestCounts:
-        """Return those of some probes, of some of the A scored concepts and of some sites, by their places here."""
+        """Return the counts of some probes, scored concepts and sites, by position."""
         ends = (self.low[scored], self.high[scored], self.flat[scored])
         return RequestCounts(self.n, self.fired[probes], *ends, self.highest[scored], self.norms[sites])
 
 
 def norm_bins(norms: npt.NDArray[np.floating]) -> Ints:
-    """Return the bins of norms, each a sixteenth of an octave wide; what is beyond the last ones is in these."""
+    """Return the bins of norms, a sixteenth of an octave wide, clipped."""
     with np.errstate(divide="ignore"):
         places = np.floor(PER_OCTAVE * (np.log2(np.asarray(norms, dtype=np.float64)) - _LEAST_OCTAVE))
     return np.clip(places, 0, N_NORM_BINS - 1).astype(np.int64)
 
 
 def median_bins(histograms: Ints) -> Ints:
-    """Return the bins of the (lower) medians of counts `[S, bins]`, -1 where nothing was counted."""
+    """Return the bins of the (lower) medians of counts `[S, bins]`, -1 if empty."""
     sums = np.cumsum(histograms, axis=-1)
     reached = sums >= (sums[..., -1:] + 1) // 2
     return np.where(sums[..., -1] > 0, reached.argmax(axis=-1), -1)
 
 
 def score_of_bin(place: int) -> float:
-    """Return a score in the middle of a bin, that of its middle logit."""
+    """Score at a bin's middle logit."""
     return float(1 / (1 + np.exp(0.5 - place - _LOGITS[0])))
 
 
 def norm_of_bin(place: int) -> float:
-    """Return the norm in the middle of a bin."""
+    """Norm in the middle of a bin."""
     return float(2.0 ** ((place + 0.5) / PER_OCTAVE + _LEAST_OCTAVE))

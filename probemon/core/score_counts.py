@@ -1,13 +1,4 @@
-"""ScoreCounts: how often concepts scored how high on some text, counted in fixed bins of the log odds.
-
-    counts = ScoreCounts.of(scores)        # scores [N, K] in 0..1 -> counts [K, 128]
-    counts = counts + ScoreCounts.of(more)
-    counts.n, counts.median, counts.spread # [K] each
-    counts.below(log_odds(score))          # [K]: how many of the counted lie in lower bins
-
-Scores crowd at 0 and at 1; their log odds spread out what lies there, and what probes add up is one. So bins are
-equally wide in log odds, everywhere the same: counts of any two texts can be added and compared.
-"""
+"""ScoreCounts: histograms of concept scores in fixed bins of log odds, which spread out scores near 0 and 1."""
 
 from __future__ import annotations
 
@@ -24,16 +15,16 @@ Doubles = npt.NDArray[np.float64]
 
 N_BINS = 128
 WIDTH = 0.25
-EDGES = WIDTH * (np.arange(N_BINS + 1) - N_BINS / 2)  # -16 to 16; what lies beyond is in the first or the last bin
-LEAST_SCORE = 2.0**-24  # fp32 has no number between 1 - 2**-24 and 1
+EDGES = WIDTH * (np.arange(N_BINS + 1) - N_BINS / 2)  # -16 to 16; outliers are in the end bins
+LEAST_SCORE = 2.0**-24  # fp32 resolution below 1
 MOST_LOG_ODDS = float(np.log1p(-LEAST_SCORE) - np.log(LEAST_SCORE))  # 16.6
-TO_DEVIATIONS = 1.482602218505602  # the median deviation of a normal distribution, times this, is its standard one
-LEAST_SPREAD = WIDTH  # a concept whose score hardly moves would else be surprised by the last bits of it
+TO_DEVIATIONS = 1.482602218505602  # from a normal distribution's median deviation
+LEAST_SPREAD = WIDTH  # else rounding of constant scores counts
 _HALVINGS = 60
 
 
 def log_odds(scores: npt.ArrayLike) -> Doubles:
-    """Return log(s / (1 - s)) of scores, those nearer to 0 or 1 than 2**-24 as if at that distance."""
+    """log(s / (1 - s)) of scores, clipped to 2**-24 from 0 and 1."""
     x = np.clip(np.asarray(scores, dtype=np.float64), LEAST_SCORE, 1 - LEAST_SCORE)
     values: Doubles = np.log(x) - np.log1p(-x)
     return values
@@ -41,7 +32,7 @@ def log_odds(scores: npt.ArrayLike) -> Doubles:
 
 @dataclass(frozen=True)
 class ScoreCounts:
-    """Counts `[K, 128]` of the scores of K concepts. Raises `ConfigError` for other shapes, and negative counts."""
+    """Counts `[K, 128]` of K concepts' scores. Raises `ConfigError` for other shapes or negative counts."""
 
     counts: npt.NDArray[np.int64]
 
@@ -54,14 +45,14 @@ class ScoreCounts:
 
     @classmethod
     def of(cls, scores: npt.NDArray[np.floating[Any]]) -> ScoreCounts:
-        """Count scores `[N, K]`, NaN left out. Raises `ConfigError` for what is no score."""
+        """Count scores `[N, K]`, skipping NaN. Raises `ConfigError` outside 0..1."""
         if np.ndim(scores) != 2:
             raise ConfigError(f"scores have shape {np.shape(scores)}: give [N, K], tokens by concepts")
         if ((scores < 0) | (scores > 1)).any():
-            raise ConfigError("scores are not between 0 and 1: give what probes score, no logits")
-        known = ~np.isnan(scores)
-        bins = bins_of(log_odds(np.where(known, scores, 0.5)))
-        counts = [np.bincount(bins[known[:, k], k], minlength=N_BINS) for k in range(scores.shape[1])]
+            raise ConfigError("scores are not between 0 and 1: give probe scores, not logits")
+        is_score = ~np.isnan(scores)
+        bins = bins_of(log_odds(np.where(is_score, scores, 0.5)))
+        counts = [np.bincount(bins[is_score[:, k], k], minlength=N_BINS) for k in range(scores.shape[1])]
         return cls(np.array(counts, dtype=np.int64).reshape(-1, N_BINS))
 
     def __add__(self, other: ScoreCounts) -> ScoreCounts:
@@ -69,39 +60,44 @@ class ScoreCounts:
 
     @property
     def n(self) -> npt.NDArray[np.int64]:
-        """How many scores of each concept were counted `[K]`."""
+        """Scores counted per concept `[K]`."""
         return self.counts.sum(axis=1)
 
     @cached_property
     def median(self) -> Doubles:
-        """Medians `[K]` of the log odds, with a bin's scores evenly spread in it; NaN where nothing was counted."""
-        return np.array([np.interp(own[-1] / 2, own, EDGES) if own[-1] else np.nan for own in self._up_to_edges])
+        """Median log odds `[K]`, interpolated within a bin; NaN if empty."""
+        return np.array(
+            [
+                np.interp(cumulative[-1] / 2, cumulative, EDGES) if cumulative[-1] else np.nan
+                for cumulative in self._up_to_edges
+            ]
+        )
 
     @cached_property
     def spread(self) -> Doubles:
-        """Median distances `[K]` from the median, as standard deviations of a normal distribution; `LEAST_SPREAD` at
-        least, NaN where nothing was counted.
-        """
-        spreads = [_half_within(own, middle) for own, middle in zip(self._up_to_edges, self.median, strict=True)]
+        """Median deviations `[K]` as normal standard deviations, at least `LEAST_SPREAD`; NaN if empty."""
+        spreads = [
+            _half_within(cumulative, middle) for cumulative, middle in zip(self._up_to_edges, self.median, strict=True)
+        ]
         return np.maximum(TO_DEVIATIONS * np.array(spreads, dtype=np.float64), LEAST_SPREAD)
 
     def below(self, values: Doubles) -> npt.NDArray[np.int64]:
-        """Return how many of each concept `[K]` lie in lower bins than values `[K]` of the log odds."""
+        """Return counts `[K]` in lower bins than `values [K]` of log odds."""
         return self._up_to_edges[np.arange(len(self.counts)), bins_of(values)]
 
     @cached_property
     def _up_to_edges(self) -> npt.NDArray[np.int64]:
-        """How many lie below each edge `[K, 129]`."""
+        """Counts below each edge `[K, 129]`."""
         return np.concatenate([np.zeros((len(self.counts), 1), np.int64), self.counts.cumsum(axis=1)], axis=1)
 
 
 def bins_of(values: Doubles) -> npt.NDArray[np.int64]:
-    """Return the numbers of the bins in which values of the log odds lie, each from its lower edge on."""
+    """Return bin numbers of log odds; lower edges are inclusive."""
     return np.clip(np.floor(values / WIDTH).astype(np.int64) + N_BINS // 2, 0, N_BINS - 1)
 
 
 def _half_within(up_to_edges: npt.NDArray[np.int64], middle: float) -> float:
-    """Return the distance from `middle` within which half of what was counted lies, NaN where nothing was."""
+    """Distance from `middle` within which half of the counts are, NaN if empty."""
     if not up_to_edges[-1]:
         return float("nan")
     low, high = 0.0, float(EDGES[-1] - EDGES[0])

@@ -1,8 +1,4 @@
-"""Scores and what comes with them: coverage, tokens, rows that are retained, the host's state.
-
-Shapes: N hidden states (rows of a batch or tokens of a document), P probes of the pack, E active
-(state, probe) pairs, in CSR over the states.
-"""
+"""Scores, with coverage, token batches and model state. N states, P probes, E active pairs in CSR."""
 
 from __future__ import annotations
 
@@ -19,24 +15,24 @@ from probemon.util.checks import check_count, is_int, shown
 PHASES = ("prompt", "generated")
 PROMPT, GENERATED = 0, 1
 Floats = npt.NDArray[np.float32]
-# one number a state
+# one per state
 COUNTS = ("active", "dropped", "not_reached", "evaluated", "released", "late", "excluded", "shed")
-AUDITED = ("audited", "top_missed", "firing", "firing_missed")  # the same, 0 for a state that was not audited
+AUDITED = ("audited", "top_missed", "firing", "firing_missed")  # 0 if not audited
 _EACH = (*COUNTS, *AUDITED, "far")
-UNLIKE, FEWEST = 0.05, 3  # the share of far tokens, and their number, from which a text is said to be unlike
+UNLIKE, FEWEST = 0.05, 3  # share, number of far tokens
 
 
 @dataclass(frozen=True)
 class Coverage:
-    """What was looked at, one entry a state: `active + dropped + not_reached == P` wherever it was seen.
+    """Evaluation counts per state: `active + dropped + not_reached == P` unless unseen.
 
-    `evaluated` is the separate cost (every probe, where evaluating all was cheaper); `released` counts
-    retained probes given up to make room; `late`, those of the dropped whose weights had not arrived (`late=True`);
-    `excluded`, those of the not reached that nobody wants watched; `shed`, those of them left out to hold a budget.
-    Where `audited` is 1 every probe was evaluated too: `firing` of all fire and `firing_missed` of these were not
-    active, nor were `top_missed` of the best 10 (see `probemon.engine.audit`). `far` is 1 where the state is unlike
-    those that the pack was calibrated on, and 0 everywhere where the pack does not say what those were. `unseen` is ""
-    or the reason the state could not be scored (its other entries are then 0).
+    - `evaluated`: probes computed (all of them if that was cheaper).
+    - `released`: retained probes given up for room; `late`: dropped because weights had not arrived.
+    - `excluded`: not reached because not watched; `shed`: because of a budget.
+    - `audited`: 1 if every probe was evaluated; `firing` of them fire, `firing_missed` of those were not active, nor
+      `top_missed` of the best 10 (`probemon.engine.audit`).
+    - `far`: 1 if unlike the calibration states; 0 if these are unknown.
+    - `unseen`: why a state has no scores, else "".
     """
 
     n_probes: int
@@ -57,17 +53,17 @@ class Coverage:
 
     @property
     def seen(self) -> npt.NDArray[np.bool_]:
-        """Mask of the states that were scored."""
+        """Mask of scored states."""
         return np.asarray([reason == "" for reason in self.unseen], dtype=bool)
 
     @property
     def all_seen(self) -> bool:
-        """Whether every state was scored."""
+        """True if every state was scored."""
         return not any(self.unseen)
 
     @property
     def n_unseen(self) -> int:
-        """States that were not scored."""
+        """States not scored."""
         return sum(reason != "" for reason in self.unseen)
 
     def totals(self) -> dict[str, int]:
@@ -78,7 +74,7 @@ class Coverage:
         return len(self.unseen)
 
     def take(self, which: npt.NDArray[np.int64], unseen: Mapping[int, str] | None = None) -> Coverage:
-        """Some states, in this order; -1 makes one that was not seen, for the reason `unseen[place]`."""
+        """Return states by index; -1 gives an unseen state with the reason `unseen[place]`."""
         missing = which < 0
         arrays = {}
         for name in _EACH:
@@ -89,26 +85,26 @@ class Coverage:
         return Coverage(n_probes=self.n_probes, unseen=texts, **arrays)
 
     def between(self, begin: int, end: int) -> Coverage:
-        """Return the states from `begin` to before `end`, whose arrays are views of these."""
+        """Return states `begin` to before `end`, as views."""
         arrays = {name: getattr(self, name)[begin:end] for name in _EACH}
         return Coverage(n_probes=self.n_probes, unseen=self.unseen[begin:end], **arrays)
 
     @staticmethod
     def nothing(n: int, n_probes: int, reason: str) -> Coverage:
-        """Return `n` states that were not seen, for one reason."""
+        """Return `n` states unseen for one reason."""
         none = np.zeros(n, dtype=np.int64)
         return Coverage(n_probes=n_probes, unseen=(reason,) * n, **dict.fromkeys(_EACH, none))
 
     @staticmethod
     def join(parts: Sequence[Coverage], n_probes: int) -> Coverage:
-        """Return those of several, one after another."""
+        """Concatenate."""
         empty = np.zeros(0, dtype=np.int64)
         arrays = {n: np.concatenate([empty, *(getattr(part, n) for part in parts)]) for n in _EACH}
         return Coverage(n_probes=n_probes, unseen=tuple(r for part in parts for r in part.unseen), **arrays)
 
 
 def unlike(n_far: int, n_seen: int) -> str:
-    """Return what is to be said of a text of which so many seen tokens are far, "" where it is like the others."""
+    """Return a warning if many seen tokens are far, else ""."""
     if n_far < FEWEST or n_far <= UNLIKE * n_seen:
         return ""
     return (
@@ -119,10 +115,10 @@ def unlike(n_far: int, n_seen: int) -> str:
 
 @dataclass(frozen=True)
 class Scores:
-    """Scores of N hidden states: the active probes of each, in CSR, ascending by probe.
+    """Scores of N hidden states: active probes of each, ascending, in CSR.
 
         scores.active(t), scores.fired(t)          # probe numbers
-        scores.top(t, 5)                           # [(probe, score), ...] best first, ties to the lower number
+        scores.top(t, 5)                           # [(probe, score), ...], ties to the lower number
 
     `ptr [N+1]` int64, `probes [E]` int32, `values [E]` fp32, `fired_mask [E]` bool.
     """
@@ -139,11 +135,11 @@ class Scores:
 
     @property
     def state_of(self) -> npt.NDArray[np.int64]:
-        """The state of each active pair `[E]`."""
+        """State of each active pair `[E]`."""
         return np.repeat(np.arange(len(self)), np.diff(self.ptr))
 
     def column(self, probe: int) -> Floats:
-        """Scores of one probe `[N]`, 0 where it was not active. Raises `ConfigError` for the number of none."""
+        """Scores of one probe `[N]`, 0 if not active. Raises `ConfigError` for an invalid number."""
         check_count(
             "probe",
             probe,
@@ -160,16 +156,16 @@ class Scores:
         return self.probes[self._at(t)]
 
     def active_scores(self, t: int) -> Floats:
-        """Their scores, in the same order."""
+        """Scores of `active(t)`."""
         return self.values[self._at(t)]
 
     def fired(self, t: int) -> npt.NDArray[np.int32]:
-        """Active probes over their alert threshold, ascending; never shortened."""
+        """Active probes over their alert threshold, ascending."""
         at = self._at(t)
         return self.probes[at][self.fired_mask[at]]
 
     def top(self, t: int, k: int | None = None) -> list[tuple[int, float]]:
-        """The best `k` (default `report_top_k`) active probes with their scores."""
+        """The best `k` (default `report_top_k`) active probes with scores."""
         if k is not None:
             k = check_count("k", k)
         at = self._at(t)
@@ -178,11 +174,11 @@ class Scores:
         return [(int(probes[i]), float(values[i])) for i in order]
 
     def take(self, which: npt.NDArray[np.int64], unseen: Mapping[int, str] | None = None) -> Scores:
-        """Some states, in this order; -1 makes one that was not seen, for the reason `unseen[place]`."""
-        known = np.where(which < 0, 0, which)
-        sizes = np.where(which < 0, 0, np.diff(self.ptr)[known] if len(self) else 0)
+        """As `Coverage.take`."""
+        indices = np.where(which < 0, 0, which)
+        sizes = np.where(which < 0, 0, np.diff(self.ptr)[indices] if len(self) else 0)
         ptr = np.concatenate([[0], np.cumsum(sizes)])
-        begin = self.ptr[known] if len(self) else np.zeros(len(which), np.int64)
+        begin = self.ptr[indices] if len(self) else np.zeros(len(which), np.int64)
         at = np.repeat(begin - ptr[:-1], sizes) + np.arange(ptr[-1])
         return Scores(
             ptr=ptr,
@@ -194,7 +190,7 @@ class Scores:
         )
 
     def between(self, begin: int, end: int) -> Scores:
-        """Return the states from `begin` to before `end`; but for `ptr`, its arrays are views of these."""
+        """Return states `begin` to before `end`; all but `ptr` are views."""
         first, last = int(self.ptr[begin]), int(self.ptr[end])
         return Scores(
             ptr=self.ptr[begin : end + 1] - first,
@@ -215,7 +211,7 @@ class Scores:
 
     @staticmethod
     def nothing(n: int, n_probes: int, reason: str, report_top_k: int = 10) -> Scores:
-        """Return `n` states that were not seen, for one reason."""
+        """Return `n` states unseen for one reason."""
         empty = Scores.join([], n_probes, report_top_k)
         return dataclasses.replace(
             empty, ptr=np.zeros(n + 1, dtype=np.int64), coverage=Coverage.nothing(n, n_probes, reason)
@@ -223,7 +219,7 @@ class Scores:
 
     @staticmethod
     def join(parts: Sequence[Scores], n_probes: int, report_top_k: int = 10) -> Scores:
-        """Return those of several, one after another."""
+        """Concatenate."""
         sizes = np.concatenate([[0], *(np.diff(part.ptr) for part in parts)]).astype(np.int64)
         return Scores(
             ptr=np.cumsum(sizes),
@@ -236,15 +232,13 @@ class Scores:
 
 
 @dataclass(frozen=True)
-class HostState:
-    """What changes a host's hidden states without its being another model, when a generation began.
+class ModelState:
+    """What changes a model's hidden states besides its weights, when a generation began.
 
-    `adapters`: those of PEFT's that run (by row, where each has its own): in a layer with merged ones these alone, else
-    the active ones that it has; "bem" for one of `probemon.adapters.bem`, "memory" where `attach_memory` put one on,
-    and "closed memory" where one of the host's own adds nothing; `adapters_disabled`: active, but switched off in every
-    layer; `adapters_merged`: in the weights, where they run; `adapter_scales`: by what the update of a LoRA that runs
-    is multiplied, every value that some layer has (of a merged one what it has now); `quantisation`: "" or the kinds of
-    tensor; `devices`: with "offloaded" for weights kept elsewhere; `n_ranks`: of tensor parallel.
+    - `adapters`: running PEFT adapters, "bem", "memory", or "closed memory" (adds nothing).
+    - `adapters_disabled`: active, but off in every layer; `adapters_merged`: merged into weights.
+    - `adapter_scales`: scales of each running LoRA, over layers.
+    - `quantisation`: "" or the kinds of tensor; `devices`: may include "offloaded"; `n_ranks`: of tensor parallelism.
     """
 
     model: str
@@ -260,7 +254,7 @@ class HostState:
 
 @dataclass(frozen=True)
 class Gap:
-    """Columns `first` to `last` of a generation (its number in the run) were run by the host and not seen, and why."""
+    """Columns `first` to `last` of a generation that the model ran unseen, and why."""
 
     generation: int
     first: int
@@ -270,14 +264,14 @@ class Gap:
 
 @dataclass(frozen=True)
 class TokenBatch:
-    """Tokens of one generation, as soon as they are scored: what a sink receives.
+    """Scored tokens of one generation, as sinks receive them.
 
-    `generation`: its number in the run, from 0; `row`, `position`, `token_id` `[N]` int64 (`position` is a column of
-    what `generate` returns, below 0 for a prompt of embeddings, which it does not return); `phase` PROMPT or GENERATED;
-    `provisional`: of beams, also those of the prompt. Then `row` is `text * num_beams + beam` (the first beam for a
-    prompt) and no row of what `generate` returns; few beams will be returned, and `run.result` has these; `scores` of N
-    states, with their coverage; `request`: the id of a request of continuous batching, else ""; `deployment`: the hash
-    of the file that said what is watched, else "".
+    - `generation`: its number in the run.
+    - `row`, `position`, `token_id` `[N]` int64; `position`: column in the output of `generate`, negative for prompt
+      embeddings.
+    - `phase`: PROMPT or GENERATED.
+    - `provisional`: of beams. Then `row` is `text * num_beams + beam`; `run.result` has the returned beams.
+    - `request`: id in continuous batching; `deployment`: hash of the deployment file; else "".
     """
 
     generation: int
@@ -296,7 +290,7 @@ class TokenBatch:
 
 @dataclass(frozen=True)
 class RowState:
-    """The retained set R of every row: `retained [B, P]` bool. `None` where a step takes one means empty sets."""
+    """Retained sets `retained [B, P]`; a step takes None for empty ones."""
 
     retained: npt.NDArray[np.bool_]
 

@@ -1,7 +1,4 @@
-"""How a hierarchy is descended: the settings, each with its default.
-
-CascadeConfig.of({"keep_top_k": 20})          # an unknown one is an UnknownSetting that names the nearest
-"""
+"""CascadeConfig: settings of a descent."""
 
 from __future__ import annotations
 
@@ -17,21 +14,19 @@ _LISTS = ("base_layers", "always_on", "include", "exclude")
 
 @dataclass(frozen=True)
 class CascadeConfig:
-    """How the hierarchy is descended. What is not given is what the pack recommends, else the default.
+    """How the hierarchy is descended. Packs may recommend other defaults.
 
-    `base_layers`: levels whose probes are scored at every token.
-    `load_threshold`: the score over which a concept opens, so that its children are scored: a number; "exact", below
-    which nothing can fire (packs of the path rule); "calibrated", the pack's own; or "auto", what the pack recommends,
-    else "exact" where it can be had, else 0.3.
-    `keep_top_k`: concepts besides the base that a generated token takes over from the one before it, the best first.
-    `aggressive_pruning`: False takes over all that were active.
-    `max_loaded_probes`: probes active at a token at most; what does not fit is dropped, and counted.
-    `unload_threshold`: where probes were dropped, those that score under it are not taken over.
-    `always_on`: concepts, by name, id or number, that are scored at every token. Those of rules need not be named.
-    `include`, `exclude`: concepts, also by patterns with `*`: only these branches are watched (with what is above
-    them), and without those (with what is below them). `depth`: of these branches so many levels below at most.
-    `report_top_k`: how many concepts `scores.top(t)` lists where it is not told.
-    `max_rounds`: how often a token may open concepts; None goes on until nothing more opens.
+    - `base_layers`: levels scored at every token.
+    - `load_threshold`: score above which a concept's children are scored: a number; "exact", below which nothing can
+      fire (path rule only); "calibrated", the pack's own; "auto", recommended, else "exact" if possible, else 0.3.
+    - `keep_top_k`: best non-base concepts that a generated token takes over from the previous one.
+    - `aggressive_pruning`: if False, all active ones are taken over.
+    - `max_loaded_probes`: maximum active probes per token; the rest is dropped and counted.
+    - `unload_threshold`: after a drop, lower scores are not taken over.
+    - `always_on`: concepts (name, id or number) scored at every token, besides those of rules.
+    - `include`, `exclude`: branches, may be patterns with `*`; `depth`: maximum levels below a concept.
+    - `report_top_k`: default length of `scores.top(t)`.
+    - `max_rounds`: how often a token may open concepts; None for no limit.
     """
 
     base_layers: tuple[int, ...] = (0,)
@@ -49,7 +44,7 @@ class CascadeConfig:
 
     @classmethod
     def of(cls, settings: Mapping[str, Any]) -> CascadeConfig:
-        """From keywords; an unknown one is an `UnknownSetting` that names the nearest."""
+        """From keywords. Raises `UnknownSetting` for a typo."""
         check_settings(cls, settings)
         for key in _LISTS:
             if key in settings and (isinstance(settings[key], str) or not hasattr(settings[key], "__iter__")):
@@ -86,7 +81,7 @@ class CascadeConfig:
 
 
 def check_load_threshold(value: object) -> float | str:
-    """`load_threshold` as a number or one of its words; as a setting, and as what a pack recommends."""
+    """Return a valid `load_threshold`. Raises `ConfigError`."""
     if isinstance(value, str) and value in ("auto", "exact", "calibrated"):
         return value
     return check_number("load_threshold", value, infinite=True, remedy="give a number, 'auto', 'exact' or 'calibrated'")

@@ -1,12 +1,6 @@
-"""Softmax groups: probes that exclude one another, whose scores are a softmax of their logits and add up to 1.
+"""Softmax groups: mutually exclusive probes, whose scores are a softmax of their logits.
 
-    groups = SoftmaxGroups([0, -1, 0, 0])                  # probes 0, 2 and 3 are one group, probe 1 stands alone
-    groups.close(mask)                                     # [N, P]: with every member of a group that has one
-    order, starts = groups.segments(rows, probes)          # of pairs of members: group by group
-    scores = softmax(logits[order], starts)
-
-The score of a member is exp(z - logsumexp of the logits of its group), in fp64, then rounded to fp32. So one member is
-known only where all are: a group is evaluated whole.
+A score needs all logits of its group, so groups are evaluated whole.
 """
 
 from __future__ import annotations
@@ -22,15 +16,17 @@ Floats = npt.NDArray[np.float32]
 
 
 class SoftmaxGroups:
-    """The groups of P probes: `of [P]`, the group of each, -1 for none, numbered by first members; `members [E]`, group
-    by group and ascending within one, `ptr [G+1]`, `sizes [G]`. It is false where there are none.
+    """The groups of P probes; false if there are none.
+
+    `of [P]`: each probe's group or -1, numbered by first members; `members [E]`: by group, ascending; `ptr [G+1]`,
+    `sizes [G]`.
     """
 
     def __init__(self, of: npt.ArrayLike) -> None:
-        given = np.asarray(of, dtype=np.int64)
-        self.of: Ints = np.full(len(given), -1, dtype=np.int64)
-        probes = np.flatnonzero(given >= 0)
-        _, first, group = np.unique(given[probes], return_index=True, return_inverse=True)
+        labels = np.asarray(of, dtype=np.int64)
+        self.of: Ints = np.full(len(labels), -1, dtype=np.int64)
+        probes = np.flatnonzero(labels >= 0)
+        _, first, group = np.unique(labels[probes], return_index=True, return_inverse=True)
         number = np.empty(len(first), dtype=np.int64)
         number[np.argsort(first)] = np.arange(len(first))
         self.of[probes] = number[group]
@@ -43,16 +39,16 @@ class SoftmaxGroups:
 
     @property
     def firsts(self) -> Ints:
-        """The first member of the group of each of `members` `[E]`."""
+        """First member of the group of each of `members`, `[E]`."""
         return np.repeat(self.members[self.ptr[:-1]], self.sizes)
 
     def mates(self, probe: int) -> Ints:
-        """Return all members of a probe's group, itself too; itself alone where it has none."""
+        """Return all members of a probe's group, or the probe alone."""
         group = self.of[probe]
         return np.array([probe]) if group < 0 else self.members[self.ptr[group] : self.ptr[group + 1]]
 
     def close(self, mask: Mask) -> Mask:
-        """Return `mask [N, P]` with every member of a group that has a member in it."""
+        """Return `mask [N, P]` with groups completed."""
         if not len(self):
             return mask
         closed = mask.copy()
@@ -60,13 +56,11 @@ class SoftmaxGroups:
         return closed
 
     def any_member(self, mask: Mask) -> Mask:
-        """Return whether a member of each group is in `mask [N, P]`, `[N, G]`."""
+        """Mask `[N, G]`: groups with a member in `mask [N, P]`."""
         return np.logical_or.reduceat(mask[:, self.members], self.ptr[:-1], axis=1)
 
     def segments(self, rows: Ints, probes: Ints) -> tuple[Ints, Ints]:
-        """Lay out M pairs of a row and a member: return their order, group by group and ascending within one, and where
-        each group of a row begins. Every group of a row must be there whole.
-        """
+        """Sort M (row, member) pairs of complete groups; return their order and each group's start."""
         key = rows * len(self) + self.of[probes]
         order = np.lexsort((probes, key))
         starts = np.flatnonzero(np.diff(key[order], prepend=-1))
@@ -77,7 +71,7 @@ class SoftmaxGroups:
 
     @staticmethod
     def join(several: list[SoftmaxGroups]) -> SoftmaxGroups:
-        """Return the groups of several sets of probes, which are numbered one set after another."""
+        """Return the groups of sets of probes numbered one after another."""
         before = np.cumsum([0, *map(len, several)])
         return SoftmaxGroups(
             np.concatenate(
@@ -87,14 +81,12 @@ class SoftmaxGroups:
 
 
 def softmax(logits: Floats, starts: Ints) -> Floats:
-    """Return the softmax `[M]` fp32 of logits `[M]` over segments, which begin at `starts`; NaN for a whole segment
-    where one of its logits is not finite.
-    """
+    """Return the softmax `[M]` fp32 over segments, computed in fp64; NaN for a segment with a non-finite logit."""
     z = logits.astype(np.float64)
     sizes = np.diff(starts, append=len(z))
     if not len(z):
         return np.zeros(0, dtype=np.float32)
-    with np.errstate(invalid="ignore"):  # infinity - infinity
+    with np.errstate(invalid="ignore"):  # inf - inf
         powers = np.exp(z - np.repeat(np.maximum.reduceat(z, starts), sizes))
     scores: Any = (powers / np.repeat(np.add.reduceat(powers, starts), sizes)).astype(np.float32)
     return scores

@@ -1,8 +1,7 @@
-"""Settings of a host on which its states depend: which of a configuration they are, and in what two differ.
+"""Model settings that affect hidden states.
 
-settings = state_settings(config.to_dict())     # {"rms_norm_eps": 1e-06, "hidden_act": "silu", ...}, as JSON has it
+settings = state_settings(config.to_dict())     # {"rms_norm_eps": 1e-06, "hidden_act": "silu", ...}
 differing(settings, others)                     # ["rms_norm_eps is 0.1 and was 1e-06"]
-sets_states("use_cache", True)                  # False: no state depends on it
 """
 
 from __future__ import annotations
@@ -12,8 +11,8 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-# On these no state of a token depends: what is done with states afterwards, in training, or in what order; names, and
-# which tokens begin and end a text. How weights are kept is told by `quantisation`.
+# Settings without effect on states: outputs, training, execution order, names, special tokens. Weight formats are in
+# `quantisation`.
 _NO_STATE = re.compile(
     r"_\w*|transformers_version|architectures|(torch_)?dtype|return_dict|use_cache|\w+_implementation"
     r"|((\w+_)?(bos|eos|pad|sep|cls|unk|start|end)_)?token_ids?|id2label|label2id|num_labels|problem_type"
@@ -21,16 +20,14 @@ _NO_STATE = re.compile(
     r"|classifier_\w+|summary_\w+|num_logits_to_keep|chunk_size_feed_forward|pretraining_tp"
     r"|use_mambapy|use_mamba_kernels|use_associative_scan|use_mem_eff_path|slow_but_exact|deterministic_flash_attn"
 )
-# Rates at which training drops something, but for one by which experts are made smaller afterwards; and what is
-# returned. What is called so and is of another kind (`token_dropout`, `output_gate_type`) is of states.
+# Dropout rates (except one that rescales experts) and returned outputs. The same names with other types of value
+# (`token_dropout`, `output_gate_type`) affect states.
 _RATE, _RETURNED = re.compile(r"(?!moe_token_dropout)\w*drop\w*"), re.compile(r"output_\w+")
-_SHOWN = 60  # characters of a value
+_SHOWN = 60  # characters
 
 
 def state_settings(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return those of a configuration's settings on which states depend, in values that JSON has; likewise of the
-    configurations in it.
-    """
+    """Return the settings that affect states, as JSON values; nested configurations likewise."""
     return {
         str(name): state_settings(value) if _is_config(value) else _plain(value)
         for name, value in config.items()
@@ -39,10 +36,9 @@ def state_settings(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def differing(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Say what differs of the settings that both state: releases of transformers add some, and rename others.
+    """Describe differences in the settings present in both; transformers releases add and rename some.
 
-    Of a setting that has parts (`rope_parameters`) one that is not stated is None: it means a default that is another
-    where it is stated.
+    A missing part of a nested setting (`rope_parameters`) is None.
     """
     return list(_differing(before, now, "", [name for name in before if name in now]))
 
@@ -60,12 +56,12 @@ def _differing(before: Mapping[str, Any], now: Mapping[str, Any], above: str, na
 
 
 def _is_config(value: Any) -> bool:
-    """Whether a value is a configuration in another one, of a host's encoder or attention."""
+    """True if a value is a nested configuration."""
     return isinstance(value, Mapping) and "model_type" in value
 
 
 def sets_states(name: str, value: Any) -> bool:
-    """Return whether states depend on a setting of this name that has this value."""
+    """Return True if states depend on this setting."""
     if _RATE.fullmatch(name):
         return isinstance(value, bool)
     if _RETURNED.fullmatch(name):
@@ -86,11 +82,11 @@ def _plain(value: Any) -> Any:
 def _same(value: Any, other: Any) -> bool:
     if isinstance(value, list) and isinstance(other, list):
         return len(value) == len(other) and all(map(_same, value, other))
-    if isinstance(value, float) or isinstance(other, float):  # what fp32 made of a number is that number
+    if isinstance(value, float) or isinstance(other, float):  # equal up to fp32 rounding
         numbers = isinstance(value, (int, float)) and isinstance(other, (int, float))
         try:
             return numbers and math.isclose(value, other, rel_tol=1e-6)
-        except OverflowError:  # a whole number beyond every float
+        except OverflowError:  # an int beyond every float
             return False
     return bool(value == other)
 

@@ -1,12 +1,10 @@
-"""An audit evaluates every probe on a sample of tokens, and counts what the descent did not find.
+"""An audit evaluates every probe on a sample of tokens, and counts what the descent missed.
 
     manager = DynamicProbeManager(pack, audit_rate=0.01)
-    audit = run.result(out).audit  # or Audit.of(coverage), Audit.of_totals(analysis.manifest["totals"]["audit"])
-    audit.firing_recall  # Estimate(value=0.998, low=0.991, high=1.0), None without a token that says
-    audit.top_recall, audit.share_evaluated, audit.n_tokens
+    audit = run.result(out).audit  # or Audit.of(coverage)
+    audit.firing_recall  # Estimate(value=0.998, low=0.991, high=1.0); None if nothing fired
 
-A hash of its place alone decides whether a token is audited, never what it holds. So the sample is a random one of the
-tokens seen: its means are unbiased for all of them, and its intervals hold for every size of it.
+A hash of their place, not their content, chooses tokens: a random sample, with unbiased means.
 """
 
 from __future__ import annotations
@@ -24,14 +22,12 @@ from probemon.util.checks import check_number
 if TYPE_CHECKING:
     from probemon.core.scores import Coverage
 
-TOP = 10  # the best so many probes of a token are the ones to find
+TOP = 10
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """Holds a mean over audited tokens, and the interval in which that over all tokens lies with a probability of 95 %
-    (Hoeffding 1963, `mean_interval`).
-    """
+    """Mean over audited tokens, and its 95 % interval for all tokens (Hoeffding 1963, `mean_interval`)."""
 
     value: float
     low: float
@@ -40,15 +36,13 @@ class Estimate:
 
 @dataclass(frozen=True)
 class Audit:
-    """Sums over audited tokens what was found.
+    """Sums over audited tokens.
 
-    `n_probes`: of the pack, at each token.
-    `n_tokens`: audited.
-    `top_found`: sum of the shares of a token's best 10 of all probes that were active.
-    `n_firing_tokens`: with a probe that fires.
-    `firing_found`: sum of the shares of a token's firing probes that were active.
-    `n_firing`, `n_firing_missed`: firing probes, and those of them that were not active.
-    `n_evaluated`, `n_active`: probes that the descent evaluated, and had active.
+    `top_found`: active shares of each token's 10 best probes.
+    `n_firing_tokens`: tokens with a firing probe.
+    `firing_found`: the same of firing probes.
+    `n_firing`, `n_firing_missed`: firing probes, and those not active.
+    `n_evaluated`, `n_active`: by the descent.
     """
 
     n_probes: int
@@ -63,7 +57,7 @@ class Audit:
 
     @classmethod
     def of(cls, coverage: Coverage) -> Audit:
-        """Sum over the audited tokens of a coverage."""
+        """Sum over a coverage's audited tokens."""
         at = coverage.audited > 0
         firing, missed = coverage.firing[at], coverage.firing_missed[at]
         fires = firing > 0
@@ -82,11 +76,11 @@ class Audit:
 
     @classmethod
     def of_totals(cls, totals: Mapping[str, Any]) -> Audit:
-        """Read what `as_dict` gave."""
+        """Inverse of `as_dict`."""
         return cls(**totals)
 
     def as_dict(self) -> dict[str, Any]:
-        """Give the sums, for a file."""
+        """The sums."""
         return asdict(self)
 
     def __add__(self, other: Audit) -> Audit:
@@ -95,22 +89,22 @@ class Audit:
 
     @property
     def top_recall(self) -> Estimate | None:
-        """The mean share of a token's best 10 of all probes that were active."""
+        """Mean active share of a token's 10 best probes."""
         return _mean(self.top_found, self.n_tokens)
 
     @property
     def firing_recall(self) -> Estimate | None:
-        """The mean share of a token's firing probes that were active, over tokens that have one."""
+        """Mean active share of a token's firing probes."""
         return _mean(self.firing_found, self.n_firing_tokens)
 
     @property
     def share_evaluated(self) -> float | None:
-        """The share of the probes that were evaluated for the answer; the audit itself is not counted."""
+        """Share of the probes that the descent evaluated."""
         return self.n_evaluated / (self.n_tokens * self.n_probes) if self.n_tokens else None
 
     @property
     def share_active(self) -> float | None:
-        """The share of the probes that were active: what a descent would evaluate where evaluating all was cheaper."""
+        """Share of the probes that were active."""
         return self.n_active / (self.n_tokens * self.n_probes) if self.n_tokens else None
 
     def __str__(self) -> str:
@@ -126,12 +120,12 @@ class Audit:
 
 
 def check_rate(rate: object) -> float:
-    """Return `rate` as a share of tokens. Raises `ConfigError`."""
+    """Return `rate`, a share. Raises `ConfigError`."""
     return check_number("audit_rate", rate, low=0, high=1, remedy="give the share of tokens to audit, 0 to 1")
 
 
 def sample(rate: float, *place: Ints | int) -> Mask | None:
-    """Say which tokens are audited, by numbers of their place (a document and a position, say); None for none."""
+    """Return which tokens are audited, by numbers of their place; None for none."""
     if rate <= 0:
         return None
     with np.errstate(over="ignore"):
@@ -143,7 +137,7 @@ def sample(rate: float, *place: Ints | int) -> Mask | None:
 
 
 def compare(everything: Any, alert: Any, active: Mask) -> dict[str, Ints]:
-    """Compare all scores `[n, P]` of n tokens with active sets `[n, P]`: top_missed, firing, firing_missed `[n]`."""
+    """Return top_missed, firing and firing_missed `[n]` from scores and active sets `[n, P]`."""
     k = min(TOP, everything.shape[1])
     best = np.argsort(-everything, axis=1, kind="stable")[:, :k]  # stable: ties to the lower number
     fires = everything > alert
@@ -155,8 +149,8 @@ def compare(everything: Any, alert: Any, active: Mask) -> dict[str, Ints]:
 
 
 def _mixed(x: Any) -> Any:
-    """Mix by the increment and the finaliser of SplitMix64 (Steele, Lea & Flood 2014, "Fast splittable pseudorandom
-    number generators").
+    """SplitMix64's increment and finaliser (Steele, Lea & Flood 2014, "Fast splittable pseudorandom number
+    generators").
     """
     x = x + np.uint64(0x9E3779B97F4A7C15)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
@@ -167,6 +161,6 @@ def _mixed(x: Any) -> Any:
 def _mean(total: float, n: int) -> Estimate | None:
     if not n:
         return None
-    value = min(1.0, max(0.0, total / n))  # a sum of shares may end a rounding beyond their number
+    value = min(1.0, max(0.0, total / n))  # rounding may exceed 1
     low, high = mean_interval(value, n)
     return Estimate(value, float(low), float(high))

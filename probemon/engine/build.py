@@ -1,9 +1,6 @@
-"""engines_of decides which packs share an arena and how many bytes each has, and builds the engines that score them.
+"""engines_of assigns packs to arenas, divides the bytes, and builds the engines.
 
-    [engine] = engines_of([part], device, impl, arena_bytes=None, cache_bytes=256 << 20)
-
-Packs of one architecture and dtype share an arena wherever their weights are copied anyhow: on a GPU, and where they
-are paged. On a CPU that holds them all, each is read where it is mapped.
+Packs of one architecture and dtype share an arena if their weights are copied: on a GPU, or paged.
 """
 
 from __future__ import annotations
@@ -28,10 +25,7 @@ from probemon.util.checks import check_bool, check_count, check_number
 
 
 def choose_for(packs: Sequence[ProbePack], impl: str | None, device: torch.device) -> tuple[str, str]:
-    """Return one implementation for all packs, and why: as asked, or what suits the largest, if it can read all.
-
-    Raises `KernelUnavailable`, `ConfigError`.
-    """
+    """Return one implementation for all packs, and why. Raises `KernelUnavailable`, `ConfigError`."""
     largest = max(packs, key=ProbePack.weight_bytes)
     chosen, why = choose_impl(device, largest.dtype) if impl is None else (impl, "as asked")
     for pack in packs:
@@ -54,7 +48,7 @@ def engines_of(
     late: bool = False,
     prefetch: float = 0.0,
 ) -> list[Engine]:
-    """Build an engine for each part. Raises `ConfigError` where a budget or setting cannot work."""
+    """Build an engine for each part. Raises `ConfigError`."""
     packs = [part.pack for part in parts]
     if arena_bytes is not None:
         arena_bytes = check_count(
@@ -68,7 +62,7 @@ def engines_of(
     late = check_bool("late", late)
     if (late or prefetch) and resident:
         raise ConfigError(
-            "late and prefetch are of a paged arena, and the whole pack is on the device: leave them out, or lower"
+            "late and prefetch need a paged arena, but the whole pack is on the device: leave them out, or lower"
             " arena_bytes"
         )
     copied = not resident or device.type != "cpu" or impl == "triton"
@@ -94,8 +88,6 @@ def engines_of(
 
 
 class _ArenaGroup:
-    """Lays the probes of some parts in one arena, one pack after another."""
-
     def __init__(self, parts: Sequence[ConfiguredPack]) -> None:
         self.packs = [part.pack for part in parts]
         sizes = [pack.n_probes for pack in self.packs]
@@ -135,21 +127,19 @@ class _ArenaGroup:
 
     def _check(self, probes: Ints) -> None:
         for pack, first in zip(self.packs, self.firsts, strict=True):
-            own = probes[(probes >= first) & (probes < first + pack.n_probes)] - first
-            if len(own):
-                pack.check_finite(own)
+            members = probes[(probes >= first) & (probes < first + pack.n_probes)] - first
+            if len(members):
+                pack.check_finite(members)
 
 
 def _divided(groups: Sequence[_ArenaGroup], arena_bytes: int) -> list[int]:
-    """Divide bytes among arenas: each has room for what is always active and one probe more, and a share of the rest by
-    its other weights.
-    """
+    """Divide bytes: arenas get room for always-active probes and one more; the rest by size."""
     needed = sum(group.needed for group in groups)
     if arena_bytes < needed:
-        more = "one more" if len(groups) == 1 else f"one more of each of {len(groups)} architectures"
+        extra = "one more" if len(groups) == 1 else f"one more of each of {len(groups)} architectures"
         raise ConfigError(
             f"arena_bytes is {arena_bytes}, room for {arena_bytes // max(group.one for group in groups)} probes;"
-            f" {sum(len(group.always) for group in groups)} are always active and {more} is needed: give at least"
+            f" {sum(len(group.always) for group in groups)} are always active and {extra} is needed: give at least"
             f" {needed}"
         )
     others = [group.n_bytes - group.needed for group in groups]

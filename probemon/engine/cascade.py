@@ -1,12 +1,8 @@
-"""The rule of the descent says which probes are active, fired and retained. Pure functions over arrays.
+"""The descent's rule for active, fired and retained probes. Pure functions over masks `[N, P]`.
 
-    plan = CascadePlan.of(pack.tree, pack.score_rule, config, expand_threshold, always_on)
-    step = descend(plan, n_rows, retained, score)       # score(rows, probes) -> own scores [M] fp32
-    step.active, step.scores, step.dropped, retain(plan, step)
-    asking = descend_in_rounds(plan, n_rows, retained)  # the same, which asks for its pairs round by round
-
-N rows are descended together, round by round, as masks `[N, P]`. Only a row that meets
-`max_loaded_probes` is admitted probe by probe.
+plan = CascadePlan.of(pack.tree, pack.score_rule, config, expand_threshold, always_on)
+step = descend(plan, n_rows, retained, score)       # score(rows, probes) -> own scores [M] fp32
+step.active, step.scores, step.dropped, retain(plan, step)
 """
 
 from __future__ import annotations
@@ -21,16 +17,16 @@ from probemon.core.hierarchy import Ints, Mask
 from probemon.core.plan import CascadePlan
 from probemon.core.scores import Floats
 
-# Own scores [M] fp32 of M (row, probe) pairs; each pair is asked for once.
+# Own scores [M] fp32 of distinct (row, probe) pairs.
 ScorePairs = Callable[[Ints, Ints], Floats]
 T = TypeVar("T")
-# What yields (rows, probes), is sent the own scores of these pairs, and in the end returns what it made of them.
+# Yields (rows, probes), is sent their scores, and returns T.
 PairRequests = Generator[tuple[Ints, Ints], Floats, T]
 
 
 @dataclass(frozen=True)
 class Descent:
-    """Holds a descent of N rows: `active`, `dropped` `[N, P]` bool and `scores [N, P]` fp32, 0 where not active."""
+    """`active`, `dropped` `[N, P]` bool; `scores [N, P]` fp32, 0 if not active."""
 
     active: Mask
     dropped: Mask
@@ -38,14 +34,12 @@ class Descent:
 
 
 def descend(plan: CascadePlan, n_rows: int, retained: Mask | None, score: ScorePairs) -> Descent:
-    """Descend from base, always_on and the retained sets (`[N, P]`, None for empty) to the fixed point or
-    `max_rounds`.
-    """
+    """Descend from base, always_on and `retained [N, P]` to the fixed point or `max_rounds`."""
     return answer(descend_in_rounds(plan, n_rows, retained), score)
 
 
 def answer(asking: PairRequests[T], score: ScorePairs) -> T:
-    """Score by `score` every pair that is asked for, and return the result."""
+    """Score the requested pairs; return the generator's result."""
     try:
         pairs = next(asking)
         while True:
@@ -56,7 +50,7 @@ def answer(asking: PairRequests[T], score: ScorePairs) -> T:
 
 
 def descend_in_rounds(plan: CascadePlan, n_rows: int, retained: Mask | None) -> PairRequests[Descent]:
-    """Descend as `descend` does, and yield the pairs of each round to be scored."""
+    """As `descend`, but yield each round's pairs."""
     scores = np.zeros((n_rows, plan.tree.n), dtype=np.float32)
 
     def fill(which: Mask) -> PairRequests[None]:
@@ -71,7 +65,7 @@ def descend_in_rounds(plan: CascadePlan, n_rows: int, retained: Mask | None) -> 
 
 
 def apply_rule(plan: CascadePlan, everything: Floats, retained: Mask | None) -> Descent:
-    """Find the same sets without a search, from the scores of every probe `[N, P]`: path scores under the path rule."""
+    """As `descend`, from all scores `[N, P]` (path scores under the path rule)."""
 
     def known(which: Mask) -> PairRequests[None]:
         yield from ()
@@ -87,7 +81,7 @@ def _nobody(rows: Ints, probes: Ints) -> Floats:
 def _rounds(
     plan: CascadePlan, n_rows: int, retained: Mask | None, scores: Floats, fill: Callable[[Mask], PairRequests[None]]
 ) -> PairRequests[tuple[Mask, Mask]]:
-    """Return active and dropped probes; `fill(mask)` puts the scores of newly active ones into `scores`."""
+    """Return active and dropped probes; `fill(mask)` writes the scores of newly active ones."""
     tree, config = plan.tree, plan.config
     active = np.repeat(plan.always[None], n_rows, axis=0)
     if retained is not None:
@@ -102,7 +96,7 @@ def _rounds(
         new &= ~active
         if not new.any():
             break
-        # In a tree all ancestors of a child are active, and its siblings are new as it is.
+        # In a tree, ancestors are active already.
         wanted = plan.closed(new) & ~active if plan.path_rule and not tree.is_tree else new
         if tree.n > config.max_loaded_probes:
             over = active.sum(axis=1) + wanted.sum(axis=1) > config.max_loaded_probes
@@ -117,17 +111,17 @@ def _rounds(
 
 
 def _admit(plan: CascadePlan, new: Mask, active: Mask, expanded: Mask, scores: Floats, dropped: Mask) -> Mask:
-    """Admit by the best expanding parent's score, ties to the lower id; mark in `dropped` those that did not fit."""
+    """Admit by the best expanding parent's score, ties to the lower id; mark others in `dropped`."""
     tree = plan.tree
     candidates = np.flatnonzero(new)
-    best = np.asarray([scores[[p for p in tree.parents(c) if expanded[p]]].max() for c in candidates.tolist()])
+    best_scores = np.asarray([scores[[p for p in tree.parents(c) if expanded[p]]].max() for c in candidates.tolist()])
     admitted = np.zeros_like(active)
     room = plan.config.max_loaded_probes - int(active.sum())
-    for child in candidates[np.lexsort((candidates, -best))].tolist():
-        above = tree.ancestors(child) if plan.path_rule else set()
-        bundle = [child, *above]
+    for child in candidates[np.lexsort((candidates, -best_scores))].tolist():
+        ancestors = tree.ancestors(child) if plan.path_rule else set()
+        bundle = [child, *ancestors]
         if len(tree.groups):
-            bundle = list({mate for own in bundle for mate in tree.groups.mates(own).tolist()})
+            bundle = list({mate for member in bundle for mate in tree.groups.mates(member).tolist()})
         bundle = [p for p in bundle if not active[p] and not admitted[p]]
         if len(bundle) <= room:
             admitted[bundle] = True
@@ -138,9 +132,7 @@ def _admit(plan: CascadePlan, new: Mask, active: Mask, expanded: Mask, scores: F
 
 
 def collect(step: Descent, alert: Floats) -> tuple[Ints, Any, Floats, Mask, Ints]:
-    """Return active probes state by state: `ptr [N+1]`, ids `[E]`, scores `[E]`, which are over `alert [P]`; and how
-    many were dropped `[N]`.
-    """
+    """Return active probes (`ptr [N+1]`; ids, scores, which exceed `alert`, `[E]`) and dropped counts `[N]`."""
     rows, probes = np.nonzero(step.active)
     values = step.scores[rows, probes]
     ptr = np.concatenate([[0], np.cumsum(step.active.sum(axis=1))])
@@ -148,7 +140,7 @@ def collect(step: Descent, alert: Floats) -> tuple[Ints, Any, Floats, Mask, Ints
 
 
 def retain(plan: CascadePlan, step: Descent, rows: Ints) -> tuple[Mask, Ints]:
-    """Return the next retained sets of some rows `[len(rows), P]`, and how many each released to make room."""
+    """Return the next retained sets `[len(rows), P]`, and how many each released."""
     config = plan.config
     kept = step.active[rows] & ~plan.exempt
     released = np.zeros(len(kept), dtype=np.int64)

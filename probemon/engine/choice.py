@@ -1,11 +1,4 @@
-"""A trial measures which strategy is faster, since that depends on the machine, the pack and the rule.
-
-    choice = Trial(pack, inputs, scores, descend).choose(plan)
-    choice.step, choice.batch, choice.why      # "descent", "exhaustive", "measured on golden states: ..."
-
-`descent` scores a probe when the hierarchy reaches it, `exhaustive` scores every probe and applies the rule to the
-scores. Scores are bitwise the same either way.
-"""
+"""Trial measures which strategy is faster: `descent` or `exhaustive`, with equal scores."""
 
 from __future__ import annotations
 
@@ -25,26 +18,26 @@ from probemon.engine.pairs import PackScores
 from probemon.packs.pack import ProbePack
 
 STRATEGIES = ("auto", "descent", "exhaustive")
-BATCH = 64  # states of the measured batch: a prompt or a document, against one token of a few rows
+BATCH = 64
 _REPEATS = 7
-# Weights read and pairs scored in a trial of exhaustive evaluation; a larger pack's time is scaled up.
+# Limits of an exhaustive trial, whose time is scaled up.
 _EXHAUSTIVE_BYTES, _EXHAUSTIVE_PAIRS = 32 << 20, 1 << 16
-_BATCH_CELLS = 1 << 20  # (state, probe) cells of the measured batch: of a large pack it has fewer states
+_BATCH_CELLS = 1 << 20
 
 
 @dataclass(frozen=True)
 class Choice:
-    """Names the strategy of a `step`, a token of a few rows, and of a `batch` of many tokens; `why` in words."""
+    """Strategies of a `step` (one token) and of a `batch`; `why` in words."""
 
     step: str
     batch: str
     why: str
-    measured: bool = False  # so that another run on this machine may choose otherwise
+    measured: bool = False
 
 
 @dataclass(frozen=True)
 class Trial:
-    """Measures a pack, with its inputs and scores; `descend(plan, inputs)` evaluates by descent."""
+    """Measures a pack; `descend(plan, inputs)` evaluates by descent."""
 
     pack: ProbePack
     inputs: InputMaker
@@ -52,7 +45,7 @@ class Trial:
     descend: Callable[[CascadePlan, Inputs], object]
 
     def choose(self, plan: CascadePlan) -> Choice:
-        """Time both strategies on the pack's golden states (on random ones where it has none)."""
+        """Time both strategies on the pack's golden states, or on random ones."""
         n = min(BATCH, max(2, _BATCH_CELLS // self.pack.n_probes))
         states, kind = self._states(n)
         step, step_why = self._faster(plan, self.inputs.make({site: x[:1] for site, x in states.items()}))
@@ -70,20 +63,19 @@ class Trial:
             size = (n, self.pack.architecture.hidden_size)
             random = [torch.randn(size, generator=generator, dtype=torch.float32, device="cpu") for _ in sites]
             states, kind = dict(zip(sites, random, strict=True)), "random"
-        # Sites that only other packs of the arena read have to be there, whatever is in them.
         return {spec.site: next(iter(states.values())) for spec in self.inputs.specs} | states, kind
 
     def _faster(self, plan: CascadePlan, inputs: Inputs) -> tuple[str, str]:
         n, n_probes = len(inputs), self.pack.n_probes
-        part = min(1.0, _EXHAUSTIVE_BYTES / max(1, self.pack.weight_bytes()), _EXHAUSTIVE_PAIRS / (n * n_probes))
-        some = np.arange(max(1, int(n_probes * part)))
-        if len(self.pack.tree.groups):  # each whole
-            some = np.flatnonzero(self.pack.tree.groups.close(np.isin(np.arange(n_probes), some)[None])[0])
+        share = min(1.0, _EXHAUSTIVE_BYTES / max(1, self.pack.weight_bytes()), _EXHAUSTIVE_PAIRS / (n * n_probes))
+        sample = np.arange(max(1, int(n_probes * share)))
+        if len(self.pack.tree.groups):
+            sample = np.flatnonzero(self.pack.tree.groups.close(np.isin(np.arange(n_probes), sample)[None])[0])
         everything = np.zeros((n, n_probes), dtype=np.float32)
 
         def exhaustive() -> None:
-            scores = self.scores.of(inputs, np.repeat(np.arange(n), len(some)), np.tile(some, n))
-            everything[:, some] = scores.reshape(n, len(some))
+            scores = self.scores.of(inputs, np.repeat(np.arange(n), len(sample)), np.tile(sample, n))
+            everything[:, sample] = scores.reshape(n, len(sample))
 
         def rule() -> None:
             scores = self.pack.tree.times_best_parent(everything.copy()) if plan.path_rule else everything
@@ -92,16 +84,16 @@ class Trial:
         def descent() -> None:
             self.descend(plan, inputs)
 
-        of_some, of_descent = _interleaved([exhaustive, descent])
-        scaled = of_some * n_probes / len(some)
-        if scaled < of_descent:  # else the rule, which the sets of all scores still need, cannot change the answer
-            scaled += _interleaved([rule])[0]
-        name = "exhaustive" if scaled < of_descent else "descent"
-        return name, f"{name} (all probes {scaled * 1e3:.2f} ms, a descent {of_descent * 1e3:.2f} ms)"
+        sample_seconds, descent_seconds = _interleaved([exhaustive, descent])
+        exhaustive_seconds = sample_seconds * n_probes / len(sample)
+        if exhaustive_seconds < descent_seconds:  # else the rule's time changes nothing
+            exhaustive_seconds += _interleaved([rule])[0]
+        name = "exhaustive" if exhaustive_seconds < descent_seconds else "descent"
+        return name, f"{name} (all probes {exhaustive_seconds * 1e3:.2f} ms, a descent {descent_seconds * 1e3:.2f} ms)"
 
 
 def _interleaved(trials: list[Callable[[], None]]) -> list[float]:
-    """Return median seconds of each, in a round robin after a warm-up; fewer rounds where a round is slow."""
+    """Return median seconds of each, interleaved after a warm-up."""
     seconds: list[list[float]] = [[] for _ in trials]
     begin = time.perf_counter()
     for repeat in range(_REPEATS + 1):

@@ -1,12 +1,9 @@
-"""Engine evaluates hidden states with one pack, by whichever way is cheaper.
+"""Engine evaluates hidden states with one pack.
 
-    engine = Engine(pack, PairScorer([pack], arena, device, impl, resident=True))
-    engine.choose(plan, "auto")                                   # measures, then says what it picked
-    inputs = engine.inputs({"resid_post.15": hidden})             # hidden [N, D]
-    outcome = engine.evaluate(plan, inputs, retained, keep=np.arange(len(inputs)))
-
-There are two strategies, `descent` and `exhaustive`, and `probemon.engine.ways` has a class for each way of following
-one. Scores are bitwise the same whichever is taken.
+engine = Engine(pack, PairScorer([pack], arena, device, impl, resident=True))
+engine.choose(plan, "auto")                                   # measures both strategies
+inputs = engine.inputs({"resid_post.15": hidden})             # hidden [N, D]
+outcome = engine.evaluate(plan, inputs, retained, keep=np.arange(len(inputs)))
 """
 
 from __future__ import annotations
@@ -34,30 +31,27 @@ from probemon.util.checks import check_choice
 if TYPE_CHECKING:
     from probemon.engine.ways.on_device import OnDevice
 
-_FEW = BATCH // 4  # rows that a step may have, and be evaluated as a step
-BATCH_CELLS = 1 << 22  # (state, probe) cells evaluated at once: bounds the memory of a long document
+_FEW = BATCH // 4  # smaller batches count as steps
+BATCH_CELLS = 1 << 22  # (state, probe) cells at once: bounds memory
 
 
 class StepUnderWay(Protocol):
-    """Waits for a step that a device or a thread is at."""
+    """A step on a device or in a thread."""
 
     def wait(self) -> Outcome:
-        """Return the outcome, once it is there; call it once."""
+        """Return the outcome when ready; call it once."""
 
 
 class Evaluator(Protocol):
-    """What a scorer asks: an `Engine` for one pack, a `probemon.engine.joint.JointEngine` for several.
-
-    Each has plans and inputs of its own kind.
-    """
+    """Interface of `Engine` and `probemon.engine.joint.JointEngine`."""
 
     choice: Choice
 
     def inputs(self, hidden: Mapping[str, Tensor], prepared: PreparedInputs | None = None) -> Any:
-        """Normalise and round hidden states, `[N, D]` at every site; `prepared` holds what is there already."""
+        """Prepare hidden states, `[N, D]` at every site; `prepared` caches them."""
 
     def everything(self, inputs: Any) -> Floats:
-        """Return scores `[N, P]` fp32 of every probe, by its pack's score rule; NaN where there is none."""
+        """Return all scores `[N, P]` fp32; NaN if missing."""
 
     def begin(
         self,
@@ -67,33 +61,28 @@ class Evaluator(Protocol):
         keep: Ints,
         prepared: PreparedInputs | None = None,
     ) -> Outcome | StepUnderWay:
-        """Make a step of hidden states `[N, D]`, or begin it: a GPU, or a thread where weights are mapped from
-        a file, makes it beside the host model.
-        """
+        """Make or begin a step of hidden states `[N, D]`."""
 
     def evaluate(
         self, plan: Any, inputs: Any, retained: Mask | None, keep: Ints, strategy: str | None = None
     ) -> Outcome:
-        """Evaluate N states that start from `retained` (None: memoryless); the states `keep` retain something.
-
-        `strategy` overrides the choice.
-        """
+        """Evaluate N states from `retained` (None: memoryless); only the states `keep` get retained sets."""
 
     def batch_size(self) -> int:
-        """Return how many states are worth evaluating at once."""
+        """Number of states to evaluate at once."""
 
     def choose(self, plan: Any, strategy: str) -> Choice:
-        """Set `choice`: as asked, or by timing both on a pack's golden states (on random ones where it has none)."""
+        """Set `choice`; "auto" times both strategies."""
 
     def check_room(self, plan: Any, what: Callable[[], str]) -> None:
-        """Raise `ArenaFull` where a plan leaves no slot for a probe that is not always active."""
+        """Raise `ArenaFull` if a plan leaves no slot for a probe that is not always active."""
 
     def background_errors(self) -> list[Exception]:
-        """Return the errors of loading in the background that were not raised or returned yet."""
+        """Return and clear the errors of background loading."""
 
 
 class Engine:
-    """Evaluates one pack, as an `Evaluator`; the arena of `scorer` numbers its probes from `first` on."""
+    """Evaluates one pack, as an `Evaluator`; the arena numbers its probes from `first` on."""
 
     def __init__(self, pack: ProbePack, scorer: PairScorer, first: int = 0) -> None:
         self.pack, self.scorer, self.first = pack, scorer, first
@@ -101,7 +90,6 @@ class Engine:
         self.choice = Choice("descent", "descent", "not measured")
         self.scores = PackScores(pack, scorer, first)
         outcomes = OutcomeMaker(pack, self.scores.block_of)
-        # Every probe of every state, for audits and `score_all`, whichever way states are evaluated.
         self.exhaustive = Exhaustive(pack, self.scores, outcomes)
         self._ways: dict[str, Way] = {"descent": Rounds(pack, self.scores, outcomes), "exhaustive": self.exhaustive}
         self.on_device: OnDevice | None = None
@@ -109,8 +97,8 @@ class Engine:
             from probemon.engine.ways.compiled import Compiled
 
             assert isinstance(scorer.arena, ResidentArena)
-            of = (pack, scorer.arena, self.scores.block_of, outcomes)
-            self._ways = {"descent": Compiled(*of), "exhaustive": Compiled(*of, everything=True)}
+            parts = (pack, scorer.arena, self.scores.block_of, outcomes)
+            self._ways = {"descent": Compiled(*parts), "exhaustive": Compiled(*parts, everything=True)}
         elif scorer.resident and scorer.impl == "triton":
             from probemon.engine.ways.on_device import OnDevice
 
@@ -144,7 +132,7 @@ class Engine:
         return self.way(plan, len(inputs), retained, strategy).evaluate(plan, inputs, retained, keep)
 
     def way(self, plan: CascadePlan, n: int, retained: Mask | None, strategy: str | None = None) -> Way:
-        """Return the way of evaluating N states by this strategy, or by the chosen one."""
+        """Return the way to evaluate N states."""
         if strategy is None:
             strategy = self.choice.step if retained is not None or n < _FEW else self.choice.batch
         few = strategy == "descent" and n < _FEW
@@ -166,12 +154,12 @@ class Engine:
         elif not self.scorer.resident:
             self.choice = Choice("descent", "descent", "the pack is paged")
         else:
-            none = np.arange(0)
+            nothing = np.arange(0)
             self.choice = Trial(
                 self.pack,
                 self.scorer.inputs,
                 self.scores,
-                lambda plan, inputs: self.evaluate(plan, inputs, None, none, "descent"),
+                lambda plan, inputs: self.evaluate(plan, inputs, None, nothing, "descent"),
             ).choose(plan)
         return self.choice
 

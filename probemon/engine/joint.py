@@ -1,14 +1,11 @@
-"""JointEngine evaluates several packs as one, over an engine for each.
+"""JointEngine evaluates several packs as one; every pack has the results that it has alone.
 
     both = JointEngine(group, engines)
     plan = JointPlan.of(group, [part.plan_with(()) for part in parts])
     inputs = both.inputs({"resid_post.9": x, "resid_post.15": y})      # x, y [N, D]
     outcome = both.evaluate(plan, inputs, retained, keep)              # retained [N, P] of the group
 
-Every pack is descended by its own plan, from its own part of the retained sets, so its results are those it has alone,
-in the numbers of the group. Descents go in step: one call scores the pairs that packs of one arena ask for in a round.
-A compiled descent on a CPU is one call a pack; steps on a GPU are one graph a pack, one after another on one stream. A
-token is seen where every pack has scores of it, as it is for one pack that reads several sites.
+One call scores a round's pairs of all packs in an arena. A token is seen if every pack has scores for it.
 """
 
 from __future__ import annotations
@@ -35,14 +32,12 @@ from probemon.engine.ways import Way
 from probemon.errors import ConfigError
 from probemon.packs.group import PackGroup
 
-_AND = "+"  # between the strategies of packs
+_AND = "+"
 
 
 @dataclass(frozen=True)
 class JointPlan:
-    """Holds a plan for every pack of a group. `always`, `named`, `watched` `[P]`, `n_excluded`, `n_shed`: those of the
-    plans, in the numbers of the group.
-    """
+    """The packs' plans; masks `[P]` in the group's numbers."""
 
     group: PackGroup
     plans: tuple[CascadePlan, ...]
@@ -52,7 +47,7 @@ class JointPlan:
 
     @classmethod
     def of(cls, group: PackGroup, plans: Sequence[CascadePlan]) -> JointPlan:
-        """Join the packs' own plans, given in their order."""
+        """Join plans in the packs' order."""
         always, named, watched = np.zeros((3, group.n_probes), dtype=bool)
         watched[:] = True
         for number, plan in zip(group.numbers, plans, strict=True):
@@ -63,34 +58,34 @@ class JointPlan:
 
     @property
     def n_excluded(self) -> int:
-        """How many probes are not watched, and not for a while only."""
+        """Number of probes excluded for good."""
         return sum(plan.n_excluded for plan in self.plans)
 
     @property
     def n_shed(self) -> int:
-        """How many probes are left out for a while."""
+        """Number of probes left out for a while."""
         return sum(plan.n_shed for plan in self.plans)
 
     def narrowed(self, keep: Mask) -> JointPlan:
-        """Give every pack `CascadePlan.narrowed`, of `keep [P]` in the numbers of the group."""
+        """`CascadePlan.narrowed` of every pack; `keep [P]`."""
         parts = zip(self.group.numbers, self.plans, strict=True)
         return JointPlan.of(self.group, [plan.narrowed(keep[number]) for number, plan in parts])
 
     def taken_over(self, retained: Mask) -> Mask:
-        """Return what `CascadePlan.taken_over` does of each pack, `[N, P]` in the numbers of the group."""
+        """`CascadePlan.taken_over` of every pack, `[N, P]`."""
         taken = np.zeros_like(retained)
         for number, plan in zip(self.group.numbers, self.plans, strict=True):
             taken[:, number] = plan.taken_over(retained[:, number])
         return taken
 
     def with_floor(self, floor: float) -> JointPlan:
-        """Give every pack `CascadePlan.with_floor`."""
+        """`CascadePlan.with_floor` of every pack."""
         return replace(self, plans=tuple(plan.with_floor(floor) for plan in self.plans))
 
 
 @dataclass(frozen=True)
 class JointInputs:
-    """Holds prepared inputs of N states, `parts[i]` those of pack i; packs that share a scorer have the same."""
+    """Prepared inputs of N states; `parts[i]` are pack i's, shared by packs with one scorer."""
 
     parts: tuple[Inputs, ...]
 
@@ -99,17 +94,17 @@ class JointInputs:
 
     @cached_property
     def unseen(self) -> Ints:
-        """Say of each state why it has no scores, if its inputs leave it without (`probemon.core.inputs`)."""
+        """Why each state's inputs leave it without scores."""
         return _first([part.unseen for part in _distinct(self.parts)])
 
     def take(self, which: Ints) -> JointInputs:
-        """Take some of the states."""
+        """Select some states."""
         parts = {id(part): part.take(which) for part in _distinct(self.parts)}
         return JointInputs(tuple(parts[id(part)] for part in self.parts))
 
 
 class JointEngine:
-    """Evaluates the packs of a group, as an `Evaluator`; `engines[i]` is that of pack i."""
+    """Evaluates a group's packs, as an `Evaluator`."""
 
     def __init__(self, group: PackGroup, engines: Sequence[Engine]) -> None:
         self._group, self.engines = group, list(engines)
@@ -123,7 +118,7 @@ class JointEngine:
         self.choice = Choice("descent", "descent", "not measured")
 
     def inputs(self, hidden: Mapping[str, Tensor], prepared: PreparedInputs | None = None) -> JointInputs:
-        prepared = PreparedInputs() if prepared is None else prepared  # what several packs read is made once
+        prepared = PreparedInputs() if prepared is None else prepared
         inputs = {id(scorer): scorer.inputs.make(hidden, prepared) for scorer in self._scorers}
         return JointInputs(tuple(inputs[id(engine.scorer)] for engine in self.engines))
 
@@ -172,10 +167,12 @@ class JointEngine:
         return max(1, BATCH_CELLS // self._group.n_probes)
 
     def choose(self, plan: JointPlan, strategy: str) -> Choice:
-        """Choose for each pack as asked, or as measured alone; those that differ are joined: "descent+exhaustive"."""
+        """Choose for each pack; different choices are joined: "descent+exhaustive"."""
         choices = [
-            engine.choose(own, one)
-            for engine, own, one in zip(self.engines, plan.plans, self._strategies(strategy), strict=True)
+            engine.choose(pack_plan, pack_strategy)
+            for engine, pack_plan, pack_strategy in zip(
+                self.engines, plan.plans, self._strategies(strategy), strict=True
+            )
         ]
         why = "; ".join(f"{name}: {choice.why}" for name, choice in zip(self._group.packs, choices, strict=True))
         step, batch = ([getattr(choice, name) for choice in choices] for name in ("step", "batch"))
@@ -185,12 +182,12 @@ class JointEngine:
     def check_room(self, plan: JointPlan, what: Callable[[], str]) -> None:
         for scorer in self._scorers:
             pairs = zip(self.engines, plan.plans, strict=True)
-            scorer.check_room(sum(len(own.start) for engine, own in pairs if engine.scorer is scorer), what)
+            scorer.check_room(sum(len(pack_plan.start) for engine, pack_plan in pairs if engine.scorer is scorer), what)
 
     def background_errors(self) -> list[Exception]:
         return [error for scorer in self._scorers for error in scorer.background_errors()]
 
-    # -- inside ----------------------------------------------------------------------------------
+    # -- private ---------------------------------------------------------------------------------
 
     def _strategies(self, strategy: str) -> list[str]:
         strategies = strategy.split(_AND)
@@ -202,7 +199,6 @@ class JointEngine:
         return strategies * len(self.engines) if len(strategies) == 1 else strategies
 
     def _split(self, retained: Mask) -> list[Mask]:
-        """Return the packs' own parts of retained sets `[N, P]`."""
         return [retained[:, number] for number in self._group.numbers]
 
     def _ways(
@@ -217,32 +213,32 @@ class JointEngine:
         return all(way is engine.on_device for way, engine in zip(ways, self.engines, strict=True))
 
     def _in_step(self, asking: Sequence[PairRequests[T]], inputs: JointInputs, late: Sequence[Mask | None]) -> list[T]:
-        """Answer all, round by round, and return what they return; one call answers those that share a scorer."""
         results: dict[int, T] = {}
         answers: dict[int, Any] = dict.fromkeys(range(len(asking)))
         while answers:
-            asked: dict[int, tuple[Ints, Ints]] = {}
+            requested: dict[int, tuple[Ints, Ints]] = {}
             for i, scores in answers.items():
                 try:
-                    asked[i] = asking[i].send(scores)
+                    requested[i] = asking[i].send(scores)
                 except StopIteration as done:
                     results[i] = done.value
             answers = {}
             for scorer in self._scorers:
-                answers |= self._scored([i for i in asked if self.engines[i].scorer is scorer], asked, inputs, late)
+                answers |= self._scored(
+                    [i for i in requested if self.engines[i].scorer is scorer], requested, inputs, late
+                )
         return [results[i] for i in range(len(asking))]
 
     def _scored(
         self,
         members: list[int],
-        asked: Mapping[int, tuple[Ints, Ints]],
+        requested: Mapping[int, tuple[Ints, Ints]],
         inputs: JointInputs,
         late: Sequence[Mask | None],
     ) -> dict[int, Floats]:
-        """Return own scores for packs of one scorer, by one call."""
         if len(members) < 2:
-            return {i: self.engines[i].scores.of(inputs.parts[i], *asked[i], late[i]) for i in members}
-        pairs = [self.engines[i].scores.numbered(len(inputs), *asked[i]) for i in members]
+            return {i: self.engines[i].scores.of(inputs.parts[i], *requested[i], late[i]) for i in members}
+        pairs = [self.engines[i].scores.numbered(len(inputs), *requested[i]) for i in members]
         at, probes = (np.concatenate(column) for column in zip(*pairs, strict=True))
         ends = np.cumsum([len(rows) for rows, _ in pairs])[:-1]
         scorer, values = self.engines[members[0]].scorer, inputs.parts[members[0]].values
@@ -250,7 +246,7 @@ class JointEngine:
             return dict(zip(members, np.split(scorer.score(values, at, probes), ends), strict=True))
         scores, missing = scorer.score_held(values, at, probes)
         for i, is_late in zip(members, np.split(missing, ends), strict=True):
-            (rows, own), mask = asked[i], late[i]
+            (rows, own), mask = requested[i], late[i]
             assert mask is not None
             mask[rows[is_late], own[is_late]] = True
         return dict(zip(members, np.split(scores, ends), strict=True))
@@ -263,17 +259,16 @@ class JointEngine:
         before: Sequence[Mask],
         keep: Ints,
     ) -> JointStep:
-        """Begin a step of every pack on the device, one after another on the stream that they share."""
-        inputs = cache(make_inputs)  # the first step makes them, on that stream
+        inputs = cache(make_inputs)
         devices = [engine.on_device for engine in self.engines if engine.on_device is not None]
         steps = [
-            on_device.begin(own, partial(lambda i: inputs().parts[i], i), hidden, start, keep)
-            for i, (on_device, own, start) in enumerate(zip(devices, plan.plans, before, strict=True))
+            on_device.begin(pack_plan, partial(lambda i: inputs().parts[i], i), hidden, start, keep)
+            for i, (on_device, pack_plan, start) in enumerate(zip(devices, plan.plans, before, strict=True))
         ]
         return JointStep(self, steps, before, keep)
 
     def join(self, outcomes: Sequence[Outcome], before: Sequence[Mask | None], keep: Ints) -> Outcome:
-        """Join the packs' outcomes into one, in the numbers of the group."""
+        """Join the packs' outcomes."""
         unseen = _first([outcome.unseen for outcome in outcomes])
         outcomes = [_seen(outcome, unseen, start, keep) for outcome, start in zip(outcomes, before, strict=True)]
         state = np.concatenate([np.repeat(np.arange(len(unseen)), np.diff(outcome.ptr)) for outcome in outcomes])
@@ -291,7 +286,6 @@ class JointEngine:
         )
 
     def _laid_out(self, parts: Sequence[Any], dtype: Any) -> Any:
-        """Lay the packs' own `[N, P]` out in the numbers of the group."""
         whole = np.empty((len(parts[0]), self._group.n_probes), dtype=dtype)
         for number, part in zip(self._group.numbers, parts, strict=True):
             whole[:, number] = part
@@ -300,7 +294,7 @@ class JointEngine:
 
 @dataclass(frozen=True)
 class JointStep:
-    """Waits for a step of every pack that a device is at."""
+    """A step of all packs on a device."""
 
     engine: JointEngine
     steps: Sequence[StepUnderWay]
@@ -308,36 +302,36 @@ class JointStep:
     keep: Ints
 
     def wait(self) -> Outcome:
-        """Return their outcomes as one, once they are there; call it once."""
+        """Return the joined outcome when ready; call it once."""
         return self.engine.join([step.wait() for step in self.steps], self.before, self.keep)
 
 
 class JointArena:
-    """Asks the arenas of several packs in the numbers of their group; its methods are those of `Arena`."""
+    """A group's arenas, as an `Arena`."""
 
     def __init__(self, group: PackGroup, engines: Sequence[Engine]) -> None:
         self._group, self._engines = group, list(engines)
         self.arenas: list[Arena] = _distinct([engine.arena for engine in engines])
 
     def pin(self, probes: Sequence[int] | Ints) -> None:
-        done: list[tuple[Arena, Ints]] = []
+        pinned: list[tuple[Arena, Ints]] = []
         try:
-            for arena, own in self._split(probes):
-                arena.pin(own)
-                done.append((arena, own))
+            for arena, numbers in self._split(probes):
+                arena.pin(numbers)
+                pinned.append((arena, numbers))
         except BaseException:
-            for arena, own in done:
-                arena.unpin(own)
+            for arena, numbers in pinned:
+                arena.unpin(numbers)
             raise
 
     def unpin(self, probes: Sequence[int] | Ints) -> None:
-        for arena, own in self._split(probes):
-            arena.unpin(own)
+        for arena, numbers in self._split(probes):
+            arena.unpin(numbers)
 
     def stats(self) -> ArenaStats:
-        """Return sums over the arenas."""
-        each = [astuple(arena.stats()) for arena in self.arenas]
-        return ArenaStats(*(sum(column) for column in zip(*each, strict=True)))
+        """Sums over the arenas."""
+        counts = [astuple(arena.stats()) for arena in self.arenas]
+        return ArenaStats(*(sum(column) for column in zip(*counts, strict=True)))
 
     def check_integrity(self) -> None:
         for arena in self.arenas:
@@ -352,11 +346,11 @@ class JointArena:
         return [(arena, numbered(arena)) for arena in self.arenas]
 
 
-_COUNTS = ("ptr", "n_active", "n_dropped", "n_evaluated", "n_released", "n_late")  # which add up
+_COUNTS = ("ptr", "n_active", "n_dropped", "n_evaluated", "n_released", "n_late")
 
 
 def _seen(outcome: Outcome, unseen: Ints, before: Mask | None, keep: Ints) -> Outcome:
-    """Make the states that another pack has no scores of show nothing, and retain what they had."""
+    """Clear states that another pack has no scores for; they keep their retained sets."""
     if (outcome.unseen == unseen).all():
         return outcome
     sizes, seen = np.diff(outcome.ptr), unseen == SEEN
@@ -377,9 +371,9 @@ def _seen(outcome: Outcome, unseen: Ints, before: Mask | None, keep: Ints) -> Ou
 
 
 def _first(reasons: Sequence[Ints]) -> Ints:
-    """Return for each state the first reason that a pack has not to see it, or SEEN."""
-    every = np.stack(reasons)
-    first = np.where(every == SEEN, NO_SCORE + 1, every).min(axis=0)
+    """Return each state's first reason, or SEEN."""
+    stacked = np.stack(reasons)
+    first = np.where(stacked == SEEN, NO_SCORE + 1, stacked).min(axis=0)
     return np.where(first > NO_SCORE, SEEN, first)
 
 
@@ -388,5 +382,4 @@ def _joined(strategies: Sequence[str]) -> str:
 
 
 def _distinct(things: Sequence[Any]) -> list[Any]:
-    """Return each object once, in order."""
     return list({id(thing): thing for thing in things}.values())

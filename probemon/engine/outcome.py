@@ -4,7 +4,7 @@
     outcome = maker.of(plan, step, inputs.largest, retained, keep)     # step: a Descent of N states
     for i in range(N): outcome.probes[outcome.ptr[i] : outcome.ptr[i + 1]]
 
-A state without a number for every active probe is unseen: it shows nothing and retains what it had.
+A state is unseen if an active probe has no score; it keeps its retained set.
 """
 
 from __future__ import annotations
@@ -25,10 +25,8 @@ from probemon.packs.pack import ProbePack
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """Holds what came of N states: E active probes state by state (`ptr [N+1]`, `probes`, `values`, `fired`), counts
-    `[N]`, and the next retained sets `kept`.
-
-    `unseen [N]`: SEEN, or why a state has no scores, and so no active probes (`probemon.core.inputs`).
+    """Results of N states: active probes (`ptr [N+1]`; `probes`, `values`, `fired` `[E]`), counts `[N]`, the next
+    retained sets `kept`; `unseen [N]`: SEEN, or why scores are missing (`probemon.core.inputs`).
     """
 
     ptr: Ints
@@ -45,7 +43,7 @@ class Outcome:
 
 
 class OutcomeMaker:
-    """Makes outcomes of the descents of one pack. `block_of [P]`: the block of the inputs that each probe reads."""
+    """Makes one pack's outcomes. `block_of [P]`: each probe's block of inputs."""
 
     def __init__(self, pack: ProbePack, block_of: Ints) -> None:
         self._pack, self._block_of = pack, block_of
@@ -62,13 +60,13 @@ class OutcomeMaker:
         late: Mask | None = None,
         everything: bool = False,
     ) -> Outcome:
-        """Make the outcome of a descent of states with these largest inputs; the states `keep` retain something.
+        """Make the outcome of a descent; only the states `keep` get retained sets.
 
-        `late [N, P]`: probes whose weights were not there. `everything`: every probe was evaluated.
+        `late [N, P]`: probes that were not resident. `everything`: all were evaluated.
         """
         n = len(step.active)
         if late is not None:
-            # A path score over a late parent is late as well.
+            # Path scores below a late parent are late, too.
             late = np.asarray(late | (step.active & np.isnan(step.scores) & late.any(axis=1, keepdims=True)))
             step.active[late], step.scores[late] = False, 0
         unseen = self.take_out_unseen(step, largest)
@@ -77,7 +75,7 @@ class OutcomeMaker:
         released = np.zeros(n, dtype=np.int64)
         kept, released[keep] = retain(plan, step, keep)
         if retained is not None:
-            kept[~seen[keep]] = retained[keep][~seen[keep]]  # what could not be seen changes nothing
+            kept[~seen[keep]] = retained[keep][~seen[keep]]
         n_active = ptr[1:] - ptr[:-1]
         n_evaluated = np.where(seen, self._pack.n_probes, 0) if everything else n_active
         n_late = np.zeros(n, dtype=np.int64) if late is None else (late & seen[:, None]).sum(axis=1)
@@ -96,32 +94,30 @@ class OutcomeMaker:
         )
 
     def fired(self, probes: Any, values: Floats) -> Mask:
-        """Say which of these scores are over their alert thresholds."""
+        """Return which scores exceed their alert thresholds."""
         return np.asarray(values > self._alert[probes])
 
     def beyond(self, largest: Floats, n: int, rows: Ints, probes: Ints) -> Mask:
-        """Say which of M pairs of N states and checked probes have no score, because their sums may overflow.
+        """Return which of M pairs have no score because their sums may overflow.
 
-        `largest [I * N]` of the prepared inputs and the weights decide it alone: implementations add up in different
-        orders, and what overflows in one order need not in another.
+        Only `largest [I * N]` and weights decide: implementations add in different orders.
         """
         limit, groups = self._pack.input_limit, self._pack.tree.groups
-        if len(groups):  # without one of its logits no member of a group has a score
+        if len(groups):  # groups need all members' logits
             limit = limit.copy()
             lowest = np.fmin.reduceat(limit[groups.members], groups.ptr[:-1])
             limit[groups.members] = np.repeat(lowest, groups.sizes)
         return np.asarray(largest[self._block_of[probes] * n + rows] > limit[probes])
 
     def is_small(self, largest: Floats) -> bool:
-        """Say whether all inputs are so small that no checked probe can overflow."""
-        # In fp64: rounded to fp32 a limit may be infinite, or 0. NaN is not small.
+        """True if no checked probe can overflow."""
+        # fp64: in fp32 a limit may round to 0 or infinity.
         return float(largest.max(initial=0)) <= self._pack.lowest_input_limit < math.inf
 
     def take_out_unseen(self, step: Descent, largest: Floats) -> Ints:
-        """Say why each state has no scores, if it has none: by its input, or because an active probe has none. Such
-        states lose their active and dropped probes.
+        """Return why states have no scores, and clear their active and dropped probes.
 
-        A descent goes wrong only after such a probe became active, and it stays so: all ways agree on the states.
+        Such a probe stays active, so all ways agree.
         """
         n = len(step.active)
         if self.is_small(largest):

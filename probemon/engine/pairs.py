@@ -1,11 +1,8 @@
-"""PairScorer scores pairs of hidden state and probe, wherever an arena holds the probes.
+"""PairScorer scores (hidden state, probe) pairs through an arena.
 
-    scorer = PairScorer([pack], arena, device, impl, resident=True)
-    inputs = scorer.inputs.make({"resid_post.15": hidden})        # hidden [N, D]
-    scorer.score(inputs.values, at, slots)                        # own scores [M] of rows `at` of the inputs
-
-Packs of one architecture and dtype may share an arena: it numbers their probes one pack after another, what they read
-is prepared once, and one call scores pairs of all of them.
+scorer = PairScorer([pack], arena, device, impl, resident=True)
+inputs = scorer.inputs.make({"resid_post.15": hidden})        # hidden [N, D]
+scorer.score(inputs.values, at, slots)                        # own scores [M] of rows `at` of the inputs
 """
 
 from __future__ import annotations
@@ -31,12 +28,11 @@ from probemon.packs.pack import ProbePack
 
 
 class PairScorer:
-    """Scores pairs over `arena`, which holds the probes of `packs`, one pack after another.
+    """Scores pairs over `arena`, which numbers the probes of `packs` one pack after another.
 
-    `resident`: whether it holds all of them.
-    `thread`: makes steps, where weights are mapped from a file, which a disk may have to give.
-    `late`: nobody waits for weights.
-    `prefetch`: the margin of score under which a probe's children are fetched.
+    `resident`: it holds all of them.
+    `late`: do not wait for weights.
+    `prefetch`: margin of score within which a probe's children are fetched.
     """
 
     def __init__(
@@ -65,14 +61,11 @@ class PairScorer:
         )
 
     def score(self, values: Tensor, at: Ints, probes: Ints) -> Floats:
-        """Return own scores `[M]` fp32 of M pairs, each once: rows `at` of `values`, the arena's numbers of probes.
-        Softmax groups are asked for whole.
-        """
+        """Return own scores `[M]` fp32 of distinct pairs: rows `at` of `values`, the arena's `probes`, whole groups."""
         grouped = self._grouped(probes)
         return self._finished(self._unfinished_waves(values, at, probes, grouped), at, probes, grouped)
 
     def _unfinished_waves(self, values: Tensor, at: Ints, probes: Ints, grouped: Mask | None) -> Floats:
-        """Return scores of pairs, and the logits of members of groups, which need not be in one wave."""
         with self.arena.lock:
             if self.resident:
                 for _ in self.arena.waves(probes):
@@ -90,10 +83,9 @@ class PairScorer:
             return scores
 
     def score_held(self, values: Tensor, at: Ints, probes: Ints) -> tuple[Floats, Mask]:
-        """Score without waiting for weights: NaN where they are not there yet, and which pairs these are: for a softmax
-        group all, where one member's are not.
+        """Score resident probes; fetch the others in the background.
 
-        Missing weights are fetched in the background.
+        Returns scores (NaN if missing), and which pairs are missing: whole softmax groups.
         """
         assert isinstance(self.arena, PagedArena) and self.fetcher is not None
         self.fetcher.raise_error()
@@ -103,25 +95,23 @@ class PairScorer:
             slot = self.arena.held(distinct)[pair_of]
             present = np.flatnonzero(slot >= 0)
             if len(present):
-                some = None if grouped is None else grouped[present]
-                scores[present] = self._unfinished(values, at[present], slot[present], some)
+                present_grouped = None if grouped is None else grouped[present]
+                scores[present] = self._unfinished(values, at[present], slot[present], present_grouped)
         self.fetcher.ask(np.unique(probes[slot < 0]).tolist())
         missing = np.asarray(slot < 0)
         if grouped is not None:
             order, starts = self.groups.segments(at[grouped], probes[grouped])
             sizes, members = np.diff(starts, append=len(order)), np.flatnonzero(grouped)[order]
             missing[members] = np.repeat(np.logical_or.reduceat(missing[members], starts), sizes)
-        return self._finished(scores, at, probes, grouped), missing  # NaN of one member is NaN of all
+        return self._finished(scores, at, probes, grouped), missing
 
     def prefetch_probes(self, probes: Iterable[int]) -> None:
-        """Have these fetched, since they may be wanted next."""
+        """Load these in the background."""
         assert self.prefetcher is not None
         self.prefetcher.ask(probes)
 
     def check_room(self, n_always: int, what: Callable[[], str]) -> None:
-        """Raise `ArenaFull` where so many always active probes, which `what` names, leave a paged arena no slot for
-        another.
-        """
+        """Raise `ArenaFull` if `n_always` probes (described by `what`) leave a paged arena no other slot."""
         n_slots = self.arena.stats().n_slots
         if not self.resident and n_always >= n_slots and n_slots < self.n_probes:
             raise ArenaFull(
@@ -130,7 +120,7 @@ class PairScorer:
             )
 
     def background_errors(self) -> list[Exception]:
-        """Return the errors of loading in the background that were not raised or returned yet."""
+        """Return and clear the errors of background loading."""
         return [
             error
             for fetcher in (self.fetcher, self.prefetcher)
@@ -138,20 +128,19 @@ class PairScorer:
         ]
 
     def _grouped(self, probes: Ints) -> Mask | None:
-        """Say which pairs are of members of softmax groups `[M]`; None where none is."""
+        """Return which pairs are of softmax groups `[M]`, or None."""
         if not len(self.groups):
             return None
         grouped = self.groups.of[probes] >= 0
         return grouped if grouped.any() else None
 
     def _unfinished(self, values: Tensor, rows: Ints, slots: Ints, grouped: Mask | None) -> Floats:
-        """Return scores, and logits where `grouped [M]` says so."""
         if grouped is None:
             return self._by_kernel(score_probes, values, rows, slots)
         result = np.empty(len(rows), dtype=np.float32)
-        for kernel, some in ((score_probes, np.flatnonzero(~grouped)), (probe_logits, np.flatnonzero(grouped))):
-            if len(some):
-                result[some] = self._by_kernel(kernel, values, rows[some], slots[some])
+        for kernel, members in ((score_probes, np.flatnonzero(~grouped)), (probe_logits, np.flatnonzero(grouped))):
+            if len(members):
+                result[members] = self._by_kernel(kernel, values, rows[members], slots[members])
         return result
 
     def _by_kernel(self, kernel: Callable[..., Tensor], values: Tensor, rows: Ints, slots: Ints) -> Floats:
@@ -160,7 +149,6 @@ class PairScorer:
         return result
 
     def _finished(self, unfinished: Floats, at: Ints, probes: Ints, grouped: Mask | None) -> Floats:
-        """Return scores of pairs, of members of groups by their logits."""
         if grouped is None:
             return unfinished
         members = np.flatnonzero(grouped)
@@ -170,7 +158,7 @@ class PairScorer:
 
 
 class PackScores:
-    """Scores the probes of one pack, which the scorer's arena numbers from `first` on."""
+    """Scores one pack's probes, numbered from `first` on in the arena."""
 
     def __init__(self, pack: ProbePack, scorer: PairScorer, first: int = 0) -> None:
         self._pack, self._scorer, self._first = pack, scorer, first
@@ -180,10 +168,7 @@ class PackScores:
         self.prefetches, self.prefetch_margin = scorer.prefetcher is not None, scorer.prefetch
 
     def of(self, inputs: Inputs, rows: Ints, probes: Ints, late: Mask | None = None) -> Floats:
-        """Return own scores `[M]` fp32 of M (state, probe) pairs, each pair once.
-
-        Given `late [N, P]`, it waits for no weights: a score is NaN, and marked in `late`, where they are not there.
-        """
+        """Return own scores `[M]` fp32 of distinct pairs. With `late [N, P]`, missing ones are NaN and marked in it."""
         at, numbers = self.numbered(len(inputs), rows, probes)
         if late is None:
             return self._scorer.score(inputs.values, at, numbers)
@@ -192,35 +177,32 @@ class PackScores:
         return scores
 
     def numbered(self, n: int, rows: Ints, probes: Ints) -> tuple[Ints, Ints]:
-        """Number pairs of N states and this pack's probes as the scorer numbers inputs and probes."""
+        """Convert pairs to the scorer's numbers."""
         at = self.block_of[probes] * n + rows if len(self._scorer.inputs.specs) > 1 else rows
         return at, probes + self._first if self._first else probes
 
     def late(self, n: int, retained: Mask | None) -> Mask | None:
-        """Return a mask `[N, P]` to mark late pairs in, or None where weights are waited for.
-
-        They are for a prompt, of which nothing would be there yet.
-        """
+        """Return a mask `[N, P]` for late pairs, or None to wait for weights, as prompts do."""
         waits = self._scorer.fetcher is None or retained is None
         return None if waits else np.zeros((n, self._pack.n_probes), dtype=bool)
 
     def prefetch(self, probes: Iterable[int]) -> None:
-        """Have these fetched, since they may be wanted next."""
+        """Load these in the background."""
         self._scorer.prefetch_probes(sorted({self._first + int(probe) for probe in probes}))
 
     def weights(self) -> dict[str, Tensor]:
-        """Return the pack's weights, of which the arena holds all."""
-        own = slice(self._first, self._first + self._pack.n_probes)
-        return {name: tensor[own] for name, tensor in self._scorer.arena.weights.items()}
+        """Return the pack's weights (resident arenas)."""
+        span = slice(self._first, self._first + self._pack.n_probes)
+        return {name: tensor[span] for name, tensor in self._scorer.arena.weights.items()}
 
     def check_weights(self) -> None:
-        """Check all weights of the pack, as at their first use."""
+        """Check all weights."""
         for _ in self._scorer.arena.waves(np.arange(self._pack.n_probes) + self._first):
             pass
 
 
 def input_maker(specs: Sequence[InputSpec], dtype: torch.dtype, device: torch.device, impl: str) -> InputMaker:
-    """Return what prepares hidden states for probes as an implementation does."""
+    """Return an implementation's preparation of hidden states."""
     if impl == "triton":
         from probemon.engine.kernels.triton_pairs import normalise_triton
 

@@ -1,7 +1,7 @@
-"""Scorer composes packs, arenas and kernels into scores; runs and corpora call it.
+"""Scorer scores hidden states with packs, for runs and corpora.
 
 scorer = Scorer("demo", keep_top_k=30)
-state, scores = scorer.step(None, hidden)             # one token of each of B rows, hidden [B, D]
+state, scores = scorer.step(None, hidden)             # one token of B sequences, hidden [B, D]
 scores = scorer.score_tokens(hidden)                  # one document, hidden [T, D]
 everything = scorer.score_all(hidden)                 # fp32 [T, P]
 """
@@ -46,7 +46,7 @@ Plan = CascadePlan | JointPlan
 
 
 class Scorer:
-    """Scores hidden states with a pack, or several. Settings are those of `probemon.manager.DynamicProbeManager`."""
+    """Scores hidden states with packs. Settings: see `probemon.manager.DynamicProbeManager`."""
 
     def __init__(
         self,
@@ -66,7 +66,7 @@ class Scorer:
         self.pack = one_or_several(pack)
         if alert_set is not None:
             self.pack = self.pack.with_alert_set(alert_set)
-        if 2 * len(never_fires(self.pack)) >= self.pack.n_probes:  # of fewer, commands say it beside their counts
+        if 2 * len(never_fires(self.pack)) >= self.pack.n_probes:
             LOG.warning("%s: %s", self.pack.name, told_of_never(self.pack))
         group = self.pack if isinstance(self.pack, PackGroup) else None
         self._parts = (
@@ -97,7 +97,7 @@ class Scorer:
             (tensor, tensor._version)
             for one in (self.pack, *(part.pack for part in self._parts))
             for tensor in (one.alert_threshold, one.expand_threshold)
-            if not tensor.is_inference()  # those have no version
+            if not tensor.is_inference()  # these have no version
         ]
         self._familiar = _familiar_inputs([part.pack for part in self._parts], self.device, self.impl)
         self.plan = self.plan_with(())
@@ -111,15 +111,13 @@ class Scorer:
             prefetch=prefetch,
         )
         self._maker = engines[0].scorer.inputs
-        self._makes_few = len(self._familiar) == 1 and self.device.type == "cpu"  # inputs, and which are far, at once
+        self._makes_few = len(self._familiar) == 1 and self.device.type == "cpu"  # inputs and far states in one call
         self.arena: Arena | JointArena = engines[0].arena if group is None else JointArena(group, engines)
         self.engine = self._evaluator(engines)
         self.strategy = self.engine.choose(self.plan, strategy)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Make a copied or unpickled manager anew of the same packs, with the kernel and the strategy that were chosen;
-        nothing is measured again.
-        """
+        """Copy or unpickle with the same kernel and strategy."""
         arguments = {**self._arguments, "device": str(self.device), "impl": self.impl}
         choices = self.strategy, [engine.choice for engine in _engines_in(self.engine)]
         return _rebuilt, (type(self), self.pack, arguments, self.impl_why, choices)
@@ -133,43 +131,41 @@ class Scorer:
 
     @property
     def not_numbers(self) -> frozenset[str]:
-        """Return the reasons for which a token is unseen whose state, or a score of it, is no number."""
+        """Reasons why a state or a score is not a number."""
         return frozenset(self._reasons.values()) - {""}
 
     def plan_with(
         self, extra: Sequence[str | int], exclude: Wanted | None = None, always_on: Sequence[str | int] | None = None
     ) -> Plan:
-        """Return the plan of this manager with more concepts always on; with others excluded, or always on, than its
-        settings say, where `exclude` or `always_on` is given. Raises `UnknownConcept`, `ConfigError`.
+        """Return the plan with `extra` concepts always on; `exclude`, `always_on` replace the settings.
+
+        Raises `UnknownConcept`, `ConfigError`.
         """
         if not isinstance(self.pack, PackGroup):
             return self._parts[0].plan_with(extra, exclude, always_on)
         group = self.pack
-        given: list[list[int] | None] = [[group.find(concept) for concept in extra], None, None]
+        probe_lists: list[list[int] | None] = [[group.find(concept) for concept in extra], None, None]
         if exclude is not None:
-            given[1] = found(group, exclude)
+            probe_lists[1] = found(group, exclude)
         if always_on is not None:
-            given[2] = [group.find(concept) for concept in always_on]
-        own = [None if probes is None else group.split(probes) for probes in given]
+            probe_lists[2] = [group.find(concept) for concept in always_on]
+        lists_of_packs = [None if probes is None else group.split(probes) for probes in probe_lists]
         plans = []
         for at, part in enumerate(self._parts):
-            more, less, always = (None if parts is None else parts[at].tolist() for parts in own)
-            plans.append(part.plan_with(more or (), less, always))
+            added, excluded, always = (None if parts is None else parts[at].tolist() for parts in lists_of_packs)
+            plans.append(part.plan_with(added or (), excluded, always))
         return JointPlan.of(group, plans)
 
     def left_out(self, probes: Sequence[int], plan: Plan | None = None) -> str:
-        """Return the names of those probes that `plan` (by default that of the settings) does not watch, three at most,
-        "" where it watches all: their silence says nothing.
-        """
+        """Return the names of at most three of `probes` that `plan` does not watch, else ""."""
         watched = (plan or self.plan).watched
         left_out = [] if watched is None else [probe for probe in probes if not watched[probe]]
         return ", ".join(ascii(self.pack.concepts[probe]["name"]) for probe in left_out[:3])
 
     def step(self, state: RowState | None, hidden: Hidden) -> tuple[RowState, Scores]:
-        """Score one token of each of B rows, hidden [B, D]; `state=None` begins with empty retained sets.
+        """Score one token of B sequences, hidden [B, D]; `state=None` begins with empty retained sets.
 
-        A row whose state, or a score of it, is not a number is unseen and keeps its retained set. Raises `ConfigError`,
-        also for a state of a manager whose settings were others, where it does not fit.
+        A token is unseen if its hidden state or a score is not a number; its retained set stays. Raises `ConfigError`.
         """
         sites = self._sites(hidden)
         inputs, far = self._inputs(sites)
@@ -192,11 +188,7 @@ class Scorer:
         return RowState(kept), scores
 
     def score_tokens(self, hidden: Hidden, prompt_len: int | None = None) -> Scores:
-        """Score one document, hidden [T, D]. Its first `prompt_len` tokens (default all) memorylessly, the rest step by
-        step.
-
-        The last prompt token's retained set begins the generation, as online.
-        """
+        """Score one document, hidden [T, D]: `prompt_len` tokens (default all) memorylessly, then step by step."""
         sites = self._sites(hidden)
         n_tokens = len(next(iter(sites.values())))
         if prompt_len is None:
@@ -212,7 +204,7 @@ class Scorer:
         return Scores.join(parts, self.pack.n_probes, self.report_top_k)
 
     def score_all(self, hidden: Hidden) -> Tensor:
-        """Return every probe's score, fp32 [T, P]: NaN rows where an input is no number, NaN where a score is none."""
+        """Return all scores, fp32 [T, P]; NaN if there is none."""
         sites = self._sites(hidden)
         n_tokens, size = len(next(iter(sites.values()))), self.engine.batch_size()
         parts = [torch.empty(0, self.pack.n_probes, dtype=torch.float32, device="cpu")]
@@ -223,7 +215,7 @@ class Scorer:
             parts.append(torch.from_numpy(scores))
         return torch.cat(parts)
 
-    # -- for runs: a plan of their own, several rows in one batch ---------------------------------
+    # -- for runs --------------------------------------------------------------------------------
 
     def score_prompt(
         self,
@@ -234,9 +226,9 @@ class Scorer:
         audit: Mask | None = None,
         strategy: str | None = None,
     ) -> tuple[Mask, list[Scores]]:
-        """Score many tokens `[N, D]` memorylessly, and return the retained sets `[len(last), P]` of the tokens `last`.
+        """Score tokens `[N, D]` memorylessly; return the retained sets `[len(last), P]` of the tokens `last`.
 
-        `audit [N]`: which tokens have every probe evaluated too. `strategy` overrides the choice.
+        `audit [N]`: tokens to audit.
         """
         n_tokens, size = len(next(iter(sites.values()))), self.engine.batch_size()
         kept = np.zeros((len(last), self.pack.n_probes), dtype=bool)
@@ -245,8 +237,10 @@ class Scorer:
             batch = {site: x[at : at + size] for site, x in sites.items()}
             inputs, far = self._inputs(batch)
             in_batch = np.flatnonzero((keep >= at) & (keep < at + size))
-            some = None if audit is None else audit[at : at + size]
-            scores, kept[in_batch] = self.evaluate(plan, inputs, None, keep[in_batch] - at, some, strategy, far=far)
+            batch_audit = None if audit is None else audit[at : at + size]
+            scores, kept[in_batch] = self.evaluate(
+                plan, inputs, None, keep[in_batch] - at, batch_audit, strategy, far=far
+            )
             parts.append(scores)
         return kept, parts
 
@@ -260,15 +254,16 @@ class Scorer:
         strategy: str | None = None,
         far: Ints | Tensor | None = None,
     ) -> tuple[Scores, Mask]:
-        """Score N states that start from `retained` (None: memoryless), and return the next retained sets of the states
-        `keep`. `far [N]`: which are unlike those of the calibration.
+        """Score N states from `retained` (None: memoryless); return scores and the retained sets of the states `keep`.
+
+        `far [N]`: states unlike the calibration's.
         """
         outcome = self.engine.evaluate(plan, inputs, retained, keep, strategy)
         audited = None if audit is None else self._audited(plan, inputs, outcome, audit)
         return self.scores_of(plan, outcome, audited, far)
 
     def begin(self, plan: Plan, hidden: Mapping[str, Tensor], retained: Mask, audit: Mask | None = None) -> BegunStep:
-        """Begin a step of rows `[N, D]`; a GPU is at it beside the host model, until it is waited for."""
+        """Begin a step of states `[N, D]`, alongside the model."""
         prepared = PreparedInputs()
         keep, far = np.arange(len(retained)), self._far(hidden, prepared)
         if audit is None:
@@ -278,23 +273,20 @@ class Scorer:
         return BegunStep(self, plan, outcome, self._audited(plan, inputs, outcome, audit), far)
 
     def _inputs(self, hidden: Mapping[str, Tensor]) -> tuple[Any, Ints | Tensor | None]:
-        """Prepare states `[N, D]`, and say which are far; what both need is normalised once."""
         prepared = PreparedInputs()
         far = self._far(hidden, prepared)
         return self.engine.inputs(hidden, prepared), far
 
     def _far(self, hidden: Mapping[str, Tensor], prepared: PreparedInputs) -> Ints | Tensor | None:
-        """Say of states `[N, D]` which are unlike those that a pack was calibrated on, `[N]`; None where none says.
-        Their inputs are put into `prepared`, in fp32 where they are many.
-        """
+        """Return which states `[N, D]` are unlike the calibration, `[N]`; None if unknown. Adds to `prepared`."""
         if self._makes_few and len(hidden[self._familiar[0][0].site]) <= FEW:
             spec, far_states = self._familiar[0]
-            found = self._maker.prepare_few(hidden, spec, far_states.terms, prepared)
-            if found is not None:
-                return found
-        under = torch.is_autocast_enabled(self.device.type)  # the caller's, which would round a product to its dtype
+            few_far = self._maker.prepare_few(hidden, spec, far_states.terms, prepared)
+            if few_far is not None:
+                return few_far
+        in_autocast = torch.is_autocast_enabled(self.device.type)  # would round products
         far = []
-        with torch.autocast(self.device.type, enabled=False) if under else nullcontext():
+        with torch.autocast(self.device.type, enabled=False) if in_autocast else nullcontext():
             for spec, far_states in self._familiar:
                 key = spec, torch.float32
                 if key not in prepared:
@@ -303,33 +295,32 @@ class Scorer:
         return None if not far else far[0] if len(far) == 1 else torch.stack(far).amax(0)
 
     def _audited(self, plan: Plan, inputs: Inputs | JointInputs, outcome: Outcome, audit: Mask) -> dict[str, Ints]:
-        """Count what the scores of every watched probe say about the active sets of some states, `[N]` each, 0 for the
-        others.
-        """
+        """Count what active sets missed, `[N]` each."""
         at = np.flatnonzero(audit & (outcome.unseen == SEEN))
         counts = {name: np.zeros(len(inputs), dtype=np.int64) for name in AUDITED}
-        for some in np.array_split(at, -(-len(at) // self.engine.batch_size())) if len(at) else ():
-            active = np.zeros((len(some), self.pack.n_probes), dtype=bool)
-            for i, state in enumerate(some):
+        for chunk in np.array_split(at, -(-len(at) // self.engine.batch_size())) if len(at) else ():
+            active = np.zeros((len(chunk), self.pack.n_probes), dtype=bool)
+            for i, state in enumerate(chunk):
                 active[i, outcome.probes[outcome.ptr[state] : outcome.ptr[state + 1]]] = True
-            everything, alert = self.engine.everything(inputs.take(some)), self._alert
+            everything, alert = self.engine.everything(inputs.take(chunk)), self._alert
             if plan.watched is not None:
                 everything, alert, active = everything[:, plan.watched], alert[plan.watched], active[:, plan.watched]
             for name, values in compare(everything, alert, active).items():
-                counts[name][some] = values
+                counts[name][chunk] = values
         counts["audited"][at] = 1
         return counts
 
     def scores_of(
         self, plan: Plan, outcome: Outcome, audited: Mapping[str, Ints] | None = None, far: Ints | Tensor | None = None
     ) -> tuple[Scores, Mask]:
-        """Turn an outcome of a plan into scores, with what they cover, and the next retained sets. Raises `ConfigError`
-        where thresholds were written to: some of what was made of them when the manager was is older.
+        """Return an outcome's scores and the next retained sets.
+
+        Raises `ConfigError` if thresholds were modified: plans still use the old ones.
         """
         if any(tensor._version != version for tensor, version in self._thresholds):
             raise ConfigError(
-                f"thresholds of {self.pack.name} were written to after the manager was made, which opens concepts by"
-                " the old ones: make another manager"
+                f"thresholds of {self.pack.name} were modified after the manager was made, and it still opens concepts"
+                " by the old ones: make another manager"
             )
         n, p = len(outcome.unseen), self.pack.n_probes
         not_reached, unseen = p - outcome.n_active - outcome.n_dropped, ("",) * n
@@ -367,15 +358,13 @@ class Scorer:
         )
         return scores, outcome.kept
 
-    # -- inside ----------------------------------------------------------------------------------
+    # -- private ---------------------------------------------------------------------------------
 
     def _evaluator(self, engines: Sequence[Engine]) -> Evaluator:
         return JointEngine(self.pack, engines) if isinstance(self.pack, PackGroup) else engines[0]
 
     def _check_fits(self, retained: Mask) -> None:
-        """Raise `ConfigError` for sets that only a manager with other settings retains: what is left out here has no
-        parents here, so its path scores would be others.
-        """
+        """Raise `ConfigError` for retained sets of other settings."""
         remedy = "give a state that a step of this manager returned, or None to begin"
         if self.plan.watched is not None:
             left_out = np.flatnonzero((retained & ~self.plan.watched).any(axis=0))
@@ -417,7 +406,7 @@ class Scorer:
 
 
 class BegunStep:
-    """Waits for a step of rows that `Scorer.begin` began."""
+    """A step begun by `Scorer.begin`."""
 
     def __init__(
         self,
@@ -430,7 +419,7 @@ class BegunStep:
         self._scorer, self._plan, self._step, self._audited, self._far = scorer, plan, step, audited, far
 
     def wait(self) -> tuple[Scores, Mask]:
-        """Return scores and the next retained sets `[N, P]`, once they are there; call it once."""
+        """Return scores and the next retained sets `[N, P]` when ready; call it once."""
         outcome = self._step if isinstance(self._step, Outcome) else self._step.wait()
         return self._scorer.scores_of(self._plan, outcome, self._audited, self._far)
 
@@ -440,27 +429,26 @@ def _rebuilt(
 ) -> Scorer:
     manager = kind(pack, strategy="descent", **arguments)
     manager.impl_why = impl_why
-    manager.strategy, own = choices
+    manager.strategy, engine_choices = choices
     manager.engine.choice = manager.strategy
-    for engine, choice in zip(_engines_in(manager.engine), own, strict=True):
+    for engine, choice in zip(_engines_in(manager.engine), engine_choices, strict=True):
         engine.choice = choice
     return manager
 
 
 def _familiar_inputs(packs: Sequence[ProbePack], device: torch.device, impl: str) -> list[tuple[InputSpec, FarStates]]:
-    """Return what packs know of the states that they were calibrated on, each once, on a device."""
     few: Any = None
     if impl == "numba":
         from probemon.engine.kernels.numba_inputs import far_few
 
         few = far_few
-    known = {
+    distinct = {
         (spec, id(familiar)): (spec, FarStates(familiar, device, few))
         for pack in packs
         for spec, familiar in zip(pack.inputs, pack.familiar, strict=True)
         if familiar is not None
     }
-    return list(known.values())
+    return list(distinct.values())
 
 
 def _engines_in(evaluator: Evaluator) -> Sequence[Evaluator]:

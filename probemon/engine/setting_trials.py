@@ -1,9 +1,7 @@
-"""What other settings would cost and find: a pack is descended under each, step by step, through the same states.
+"""Compares settings: descends a pack under each through the same states.
 
-    for trial in try_settings(pack, {"resid_post.15": hidden}):       # hidden [T, D], the states of one text
-        trial.changes, trial.n_evaluated, trial.step_us, trial.found
-
-Time is measured in turns, token by token, so that what else the machine does falls on all alike.
+for trial in try_settings(pack, {"resid_post.15": hidden}):       # hidden [T, D] of one text
+    trial.changes, trial.n_evaluated, trial.step_us, trial.found
 """
 
 from __future__ import annotations
@@ -21,7 +19,6 @@ from probemon.engine.scorer import Scorer
 from probemon.errors import ConfigError
 from probemon.packs.group import AnyPack
 
-# What each trial changes of what the pack recommends.
 VARIATIONS: tuple[Mapping[str, Any], ...] = (
     {},
     {"keep_top_k": 10},
@@ -36,12 +33,12 @@ VARIATIONS: tuple[Mapping[str, Any], ...] = (
 
 @dataclass(frozen=True)
 class SettingTrial:
-    """Holds what a text costs under some settings.
+    """Cost and recall of a text under some settings.
 
-    - `changes`: what is otherwise than the pack recommends
-    - `n_evaluated`, `n_dropped`: probes a token, on average
-    - `step_us`: microseconds a token in the engine, the median; the hooks around it are not in it
-    - `found`: the share of what fires, by every probe, that is found; NaN where nothing fires
+    - `changes`: to the pack's recommendation
+    - `n_evaluated`, `n_dropped`: mean probes per token
+    - `step_us`: median microseconds per token, without hooks
+    - `found`: share of firing probes found; NaN if none fires
     """
 
     changes: Mapping[str, Any]
@@ -57,10 +54,9 @@ def try_settings(
     variations: Sequence[Mapping[str, Any]] = VARIATIONS,
     **settings: Any,
 ) -> list[SettingTrial]:
-    """Try settings on the states `[T, D]` of one text at the pack's sites. `settings`: those of all trials.
+    """Try settings on one text's states `[T, D]` at the pack's sites. `settings`: common to all trials.
 
-    A variation that the pack refuses (exact search, where its scores have no bound) is left out. Raises `ConfigError`
-    for states of other sites or widths, and for settings that are refused by themselves.
+    Skips variations that the pack refuses. Raises `ConfigError`.
     """
     scorers = {
         at: one for at, changes in enumerate(variations) if (one := _scorer(pack, settings, changes)) is not None

@@ -1,11 +1,8 @@
-"""StepThread makes steps beside the host model, in a thread: for weights that are mapped from a file.
+"""StepThread makes steps in a thread alongside the model, for weights mapped from a file.
 
-thread = StepThread()
-step = thread.begin(lambda: way.evaluate(plan, inputs, retained, keep))     # waits for nothing
-outcome = step.wait()
+outcome = StepThread().begin(lambda: way.evaluate(plan, inputs, retained, keep)).wait()
 
-What multiplies weights lets go of the interpreter, also while it waits for a disk, so that the host's next layers run
-meanwhile.
+The kernels release the GIL, also while they wait for a disk.
 """
 
 from __future__ import annotations
@@ -20,17 +17,17 @@ from probemon.engine.outcome import Outcome
 
 @dataclass(frozen=True)
 class ThreadedStep:
-    """Waits for a step that the thread is at."""
+    """A step in the thread."""
 
     future: Future[Outcome]
 
     def wait(self) -> Outcome:
-        """Return the outcome, once it is there. Raises what the step raised."""
+        """Return the outcome when ready, or raise the step's error."""
         return self.future.result()
 
 
 class StepThread:
-    """Makes steps one after another, in a thread that begins with the first."""
+    """Makes steps in one thread."""
 
     def __init__(self) -> None:
         self._pool: ThreadPoolExecutor | None = None
@@ -38,6 +35,6 @@ class StepThread:
 
     def begin(self, make: Callable[[], Outcome]) -> ThreadedStep:
         """Begin a step."""
-        if self._pool is None or self._process != os.getpid():  # a child that was forked has none of its threads
+        if self._pool is None or self._process != os.getpid():  # a forked child has no threads
             self._pool, self._process = ThreadPoolExecutor(1, thread_name_prefix="probemon step"), os.getpid()
         return ThreadedStep(self._pool.submit(make))

@@ -1,8 +1,8 @@
-"""Adapters: what is on a host beside its own weights, by which the same tokens come to other states.
+"""Adapters on a model that change its hidden states.
 
-needs_its_wrapper(model, host)     # whether its decoder alone would run without an adapter that is on
-OWN[decoder]                       # the adapters of probemon.adapters.bem that are on it
-memories_on(host)                  # the memories that attach_memory put on it
+needs_its_wrapper(model, host)
+OWN[decoder]                       # of probemon.adapters.bem
+memories_on(host)                  # of attach_memory
 """
 
 from __future__ import annotations
@@ -15,55 +15,51 @@ from typing import Any, Protocol
 
 from torch import nn
 
-from probemon.errors import NotSupportedHost
+from probemon.errors import UnsupportedModel
 from probemon.host.internals import uncompiled, xlora_behind, xlora_rehearses
 
 
 class Own(Protocol):
-    """An adapter of `probemon.adapters.bem`; `enabled`: whether it steers."""
+    """An adapter of `probemon.adapters.bem`; it steers if `enabled`."""
 
     enabled: bool
 
     def settings(self) -> Mapping[str, Any]:
-        """What its host's states depend on beside its tensors, as JSON takes it."""
+        """Settings other than tensors, as JSON values."""
 
     def state_dict(self) -> Mapping[str, Any]:
-        """Its tensors by name."""
+        """Tensors by name."""
 
 
 OWN_NAME, MEMORY_NAME, CLOSED_NAME = "bem", "memory", "closed memory"
-KNOWN: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # all of them, on a host or off
-# Those on a host, by its decoder. Several may be, of which one steers.
+KNOWN: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # attached or not
+# By the model's decoder; at most one of them steers.
 OWN: weakref.WeakKeyDictionary[nn.Module, weakref.WeakSet[Any]] = weakref.WeakKeyDictionary()
 
 
 def own_of(host: Any) -> Own | None:
-    """The adapter of `probemon.adapters.bem` that steers a host."""
+    """Return the BEM adapter that steers a model, or None."""
     if not OWN:
         return None
-    adapters = (own for module in host.modules() for own in OWN.get(module, ()))
-    return next((own for own in adapters if own.enabled), None)
+    adapters = (adapter for module in host.modules() for adapter in OWN.get(module, ()))
+    return next((adapter for adapter in adapters if adapter.enabled), None)
 
 
 def memories_on(model: Any) -> list[Any]:
-    """The memories that were attached to a host and may add to its states, in the order in which they run."""
+    """Return the open memories on a model, in running order."""
     ltm = sys.modules.get("probemon.adapters.ltm.attached")
-    # Where that was never imported, there are none; importing it would make its host known to transformers.
-    return [] if ltm is None else [one for one in ltm.attached_memories(model) if not one.memory.closed]
+    # Not imported: that would register its model class with transformers.
+    return [] if ltm is None else [memory for memory in ltm.attached_memories(model) if not memory.memory.closed]
 
 
 def memories_in(modules: Iterable[nn.Module]) -> list[Any]:
-    """Those of some modules that are memories which a host has of its own, one of `probemon.adapters.ltm`."""
+    """Return the built-in memories among modules."""
     ltm = sys.modules.get("probemon.adapters.ltm.memory")
     return [] if ltm is None else [module for module in modules if type(module) is ltm.SlotMemory]
 
 
 def needs_its_wrapper(model: Any, host: Any) -> bool:
-    """Whether an adapter on `host` is set up in the forward of `model` around it.
-
-    X-LoRA decides there, and an activated LoRA looks for its tokens. Raises `NotSupportedHost` for the host of such a
-    one without its wrapper: it would run as if there were no adapter.
-    """
+    """True if the wrapper's forward sets up an adapter (X-LoRA, aLoRA). Raises `UnsupportedModel` without a wrapper."""
     wrapper = uncompiled(model)
     activated = any(
         getattr(config, "alora_invocation_tokens", None) is not None
@@ -71,12 +67,12 @@ def needs_its_wrapper(model: Any, host: Any) -> bool:
     )
     mixed = xlora_of(host) is not None
     if mixed and wrapper is host:
-        raise NotSupportedHost(
+        raise UnsupportedModel(
             f"X-LoRA mixes adapters in {type(host).__name__}, and its own forward does not decide how: give the"
             " PeftModel that it is in"
         )
     if activated and wrapper is host:
-        raise NotSupportedHost(
+        raise UnsupportedModel(
             f"an activated LoRA (aLoRA) is on {type(host).__name__}, whose own forward does not look for its tokens, so"
             " that it would never act: give the PeftModel that it is in (PeftModel.from_pretrained)"
         )
@@ -84,7 +80,7 @@ def needs_its_wrapper(model: Any, host: Any) -> bool:
 
 
 def xlora_of(model: Any) -> tuple[Any, Any] | None:
-    """Return PEFT's X-LoRA around a host, and one of the layers it mixes adapters in; None where there is none."""
+    """Return PEFT's X-LoRA around a model and one of its layers, or None."""
     for module in model.modules():
         xlora = xlora_behind(module)
         if xlora is not None:
@@ -93,8 +89,6 @@ def xlora_of(model: Any) -> tuple[Any, Any] | None:
 
 
 def rehearsal(model: Any) -> Callable[[], bool] | None:
-    """Return what says whether the decoder runs only so that X-LoRA may decide, as those tokens are run again; None for
-    a model without it.
-    """
+    """Return whether a forward runs only for X-LoRA's decision, as a function; None without X-LoRA."""
     mixer = xlora_of(model)
     return None if mixer is None else partial(xlora_rehearses, *mixer)

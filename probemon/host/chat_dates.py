@@ -1,10 +1,9 @@
-"""The date that a chat template writes: today's, or one that is stated, so that files made on two days are the same.
+"""A stated date for chat templates instead of today's, for reproducible files.
 
-    source = with_stated_date(template)                       # its strftime_now() writes the parts of a date
+    source = with_stated_date(template)
     tokenizer.apply_chat_template(chat, chat_template=source, **date_parts(parse_date("2025-01-01")))
 
-transformers gives templates a function of today's date and replaces every other function by a text. So the stated date
-is written by a macro of the same name.
+transformers passes templates only its own function of the date, so a macro of that name replaces it.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from typing import Any
 
 from probemon.errors import ConfigError
 
-CHAT_DATE = "2025-01-01"  # of files whose maker states none
+CHAT_DATE = "2025-01-01"  # the default for files
 _READS = "strftime_now"
 _PARTS = "probemon_date_parts"
 _MACRO = (
@@ -29,12 +28,12 @@ _MACRO = (
     "{% set written.parts = written.parts + [now.text] %}"
     "{% endfor %}"
     "{{ written.parts | join('%') }}"
-    "{% endmacro %}\n"  # Jinja leaves out this line break, and the template begins on a line of its own
+    "{% endmacro %}\n"  # Jinja drops this line break
 )
 
 
 def parse_date(text: str) -> date:
-    """Return the day of a text such as "2025-01-01". Raises `ConfigError`."""
+    """Parse YYYY-MM-DD. Raises `ConfigError`."""
     try:
         return date.fromisoformat(text)
     except (TypeError, ValueError):
@@ -42,17 +41,17 @@ def parse_date(text: str) -> date:
 
 
 def may_read_date(source: str) -> bool:
-    """Return whether a template's source names the function of today's date."""
+    """True if a template's source mentions today's date."""
     return _READS in source
 
 
 def with_stated_date(source: str) -> str:
-    """Return a template that takes the parts of a date in place of today's."""
+    """Return a template that writes a stated date."""
     return _MACRO + source
 
 
 def date_parts(day: date) -> dict[str, Any]:
-    """Return the variable that a template `with_stated_date` reads: each directive of strftime and what it writes."""
+    """Return the variable that such a template reads: strftime directives and their values."""
     at = datetime(day.year, day.month, day.day)
     directives = [f"%{flag}{letter}" for flag in ("-", "") for letter in string.ascii_letters]
-    return {_PARTS: {directive: said for directive in directives if "%" not in (said := at.strftime(directive))}}
+    return {_PARTS: {directive: written for directive in directives if "%" not in (written := at.strftime(directive))}}

@@ -1,12 +1,9 @@
-"""The forms in which a chat may be given to a template, since templates differ in what they take.
+"""Forms in which chats are passed to templates.
 
-    said = normalised(messages)                       # OpenAI's form, one for what means the same
-    for form in forms(said, source):                  # the likeliest first
-        form.of(said)                                 # the messages as a template of this kind wants them
-    probed(said), wrong_arguments(text, said)         # whether the arguments of tool calls are written right
-
-A form says how arguments of tool calls, empty contents, contents and the role "developer" are given. Which one a
-template takes is tried, not looked up.
+said = normalised(messages)                       # OpenAI's form
+for form in forms(said, source):                  # the likeliest first
+    form.of(said)                                 # the template's messages
+probed(said), wrong_arguments(text, said)         # checks tool arguments
 """
 
 from __future__ import annotations
@@ -28,12 +25,12 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 
 @dataclass(frozen=True)
 class ChatForm:
-    """How messages are given.
+    """How messages are passed.
 
-    - `parts`: contents as lists of one text part.
-    - `system`: the role "developer" as "system".
-    - `empty`: content that says nothing as "" (""), left out ("absent") or None ("null").
-    - `objects`: arguments of tool calls as objects where they are; else as JSON in a text.
+    - `parts`: contents as lists of one text part
+    - `system`: "developer" as "system"
+    - `empty`: empty content as "" (""), left out ("absent") or None ("null")
+    - `objects`: tool arguments as objects, else JSON text
     """
 
     parts: bool = False
@@ -46,28 +43,28 @@ class ChatForm:
         return [self._given(message) for message in messages]
 
     def _given(self, message: Message) -> dict[str, Any]:
-        given = dict(message)
-        if self.system and given.get("role") == "developer":
-            given["role"] = "system"
-        content = given.get("content")
-        if content == "" and given.get("role") == "assistant" and self.empty:
-            del given["content"]
+        converted = dict(message)
+        if self.system and converted.get("role") == "developer":
+            converted["role"] = "system"
+        content = converted.get("content")
+        if content == "" and converted.get("role") == "assistant" and self.empty:
+            del converted["content"]
             if self.empty == "null":
-                given["content"] = None
+                converted["content"] = None
         elif self.parts and isinstance(content, str):
-            given["content"] = [{"type": "text", "text": content}]
-        if isinstance(given.get("tool_calls"), (list, tuple)):
+            converted["content"] = [{"type": "text", "text": content}]
+        if isinstance(converted.get("tool_calls"), (list, tuple)):
             change = as_object if self.objects else _as_text
-            given["tool_calls"] = [_with_arguments(call, change) for call in given["tool_calls"]]
-        return given
+            converted["tool_calls"] = [_with_arguments(call, change) for call in converted["tool_calls"]]
+        return converted
 
 
 def forms(messages: Messages, source: str) -> Iterator[ChatForm]:
-    """Yield the forms that normalised messages may be given in, the likeliest first; `source` is the template's."""
+    """Yield possible forms, the likeliest first; `source` is the template's."""
     is_empty = any(message.get("role") == "assistant" and message["content"] == "" for message in messages)
     has_objects = any(_is_object(arguments) for _, _, arguments in calls_of(messages))
-    knows = "developer" in source
-    for_developers = (not knows, knows) if any(m.get("role") == "developer" for m in messages) else (False,)
+    is_known = "developer" in source
+    for_developers = (not is_known, is_known) if any(m.get("role") == "developer" for m in messages) else (False,)
     axes = (
         (False, True),
         for_developers,
@@ -78,23 +75,20 @@ def forms(messages: Messages, source: str) -> Iterator[ChatForm]:
 
 
 def normalised(messages: Any) -> list[dict[str, Any]]:
-    """Return messages of OpenAI's form in one way for what means the same: text parts as a text, content that is null
-    or missing in an assistant's turn as "", arguments that are missing as "{}", no fields that are null. Parts that are
-    no text stay as they are. Raises `ChatRefused`.
-    """
+    """Return messages in one spelling: joined texts, "" and "{}" for empty values, no nulls. Raises `ChatRefused`."""
     return [_normalised(message, at) for at, message in enumerate(messages)]
 
 
 def check_said(messages: Any, roles: Sequence[str] | None = ROLES) -> None:
-    """Raise `ChatRefused` where messages are not of OpenAI's form, or say something that is no text."""
+    """Raise `ChatRefused` unless messages have OpenAI's form and text contents."""
     if not isinstance(messages, (list, tuple)) or not messages:
-        what = "empty" if isinstance(messages, (list, tuple)) else type(messages).__name__
-        raise ChatRefused(f"'messages' is {what}: give a list of messages, each with a role and a content")
+        kind = "empty" if isinstance(messages, (list, tuple)) else type(messages).__name__
+        raise ChatRefused(f"'messages' is {kind}: give a list of messages, each with a role and a content")
     for at, message in enumerate(messages):
         role = message.get("role") if isinstance(message, Mapping) else None
         if not isinstance(role, str) or (roles is not None and role not in roles):
-            of = f" ({', '.join(roles)})" if roles is not None else ""
-            raise ChatRefused(f"messages[{at}] has the role {role!r:.60}: a message has a 'role'{of}", at, "role")
+            choices = f" ({', '.join(roles)})" if roles is not None else ""
+            raise ChatRefused(f"messages[{at}] has the role {role!r:.60}: a message has a 'role'{choices}", at, "role")
         if not isinstance(_joined(message.get("content"), role), str):
             raise ChatRefused(
                 f"messages[{at}] has a content that is no text: a message has a text as 'content', or a list of text"
@@ -107,30 +101,28 @@ def check_said(messages: Any, roles: Sequence[str] | None = ROLES) -> None:
 def _normalised(message: Any, at: int) -> dict[str, Any]:
     if not isinstance(message, Mapping):
         raise ChatRefused(f"messages[{at}] is {type(message).__name__}: give an object with a role and a content", at)
-    given = {name: value for name, value in message.items() if value is not None}
-    content = _joined(given.get("content"), given.get("role"))
+    fields = {name: value for name, value in message.items() if value is not None}
+    content = _joined(fields.get("content"), fields.get("role"))
     if content is None:
         raise ChatRefused(f"messages[{at}] has no content: give a text", at, "content")
-    given["content"] = content
-    if given.get("role") == "assistant":
-        _say_as_templates_do(given)
-    if not given.get("tool_calls", True):
-        del given["tool_calls"]
-    if isinstance(given.get("tool_calls"), (list, tuple)):
-        given["tool_calls"] = [_with_arguments(call, _stated) for call in given["tool_calls"]]
-    if wrong := next((name for name, value in given.items() if not all(map(is_unicode, _texts_in(value)))), None):
+    fields["content"] = content
+    if fields.get("role") == "assistant":
+        _say_as_templates_do(fields)
+    if not fields.get("tool_calls", True):
+        del fields["tool_calls"]
+    if isinstance(fields.get("tool_calls"), (list, tuple)):
+        fields["tool_calls"] = [_with_arguments(call, _stated) for call in fields["tool_calls"]]
+    if invalid := next((name for name, value in fields.items() if not all(map(is_unicode, _texts_in(value)))), None):
         raise ChatRefused(
-            f"messages[{at}] has a {wrong} that is not valid Unicode (a lone surrogate), which no tokenizer reads",
+            f"messages[{at}] has a {invalid} that is not valid Unicode (a lone surrogate), which no tokenizer reads",
             at,
-            wrong,
+            invalid,
         )
-    return given
+    return fields
 
 
 def _say_as_templates_do(message: dict[str, Any]) -> None:
-    """Say in an assistant's turn what fields of OpenAI's say that no template looks at: a call of a function as a tool
-    call, a refusal as the content.
-    """
+    """Convert ignored fields: a function call, a refusal."""
     call, refusal = message.pop("function_call", None), message.pop("refusal", None)
     if isinstance(call, Mapping) and not message.get("tool_calls"):
         message["tool_calls"] = [{"type": "function", "function": dict(call)}]
@@ -139,16 +131,16 @@ def _say_as_templates_do(message: dict[str, Any]) -> None:
 
 
 def _texts_in(value: Any) -> Iterator[str]:
-    """Yield every text in a value of JSON."""
+    """Yield every string in a JSON value."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, (Mapping, list, tuple)):
-        for one in (*value, *value.values()) if isinstance(value, Mapping) else value:
-            yield from _texts_in(one)
+        for inner in (*value, *value.values()) if isinstance(value, Mapping) else value:
+            yield from _texts_in(inner)
 
 
 def _joined(content: Any, role: Any) -> Any:
-    """The text of a content; a list with other parts as it is."""
+    """Join text parts; other contents stay."""
     if content is None and role == "assistant":
         return ""
     if isinstance(content, (list, tuple)) and all(
@@ -163,7 +155,7 @@ def _joined(content: Any, role: Any) -> Any:
 
 
 def calls_of(messages: Messages) -> Iterator[tuple[int, int, Any]]:
-    """Yield the message, the place in it and the arguments of every tool call."""
+    """Yield each tool call's message index, place and arguments."""
     for at, message in enumerate(messages):
         calls = message.get("tool_calls")
         for place, call in enumerate(calls if isinstance(calls, (list, tuple)) else ()):
@@ -173,7 +165,7 @@ def calls_of(messages: Messages) -> Iterator[tuple[int, int, Any]]:
 
 
 def with_arguments(messages: Messages, change: Callable[[int, int, Any], Any]) -> list[dict[str, Any]]:
-    """Return messages with the arguments of each call changed: `change(message, place in it, arguments)`."""
+    """Return messages with arguments from `change(message index, place, arguments)`."""
     changed = [dict(message) for message in messages]
     for at, place, arguments in calls_of(messages):
         calls = list(changed[at]["tool_calls"])
@@ -203,13 +195,13 @@ def _stated(arguments: Any) -> Any:
 
 
 def as_object(arguments: Any) -> Any:
-    """Return arguments that are a JSON object in a text as that object, others as they are."""
+    """Parse JSON objects; other arguments stay."""
     if isinstance(arguments, str):
         try:
-            found = loads(arguments, constant=no_constant)
+            parsed = loads(arguments, constant=no_constant)
         except (ValueError, RecursionError):
             return arguments
-        return found if isinstance(found, dict) else arguments
+        return parsed if isinstance(parsed, dict) else arguments
     return arguments
 
 
@@ -218,7 +210,7 @@ def _as_text(arguments: Any) -> Any:
 
 
 def probed(messages: Messages) -> list[dict[str, Any]]:
-    """Return messages whose arguments are others of the same kind, which `wrong_arguments` looks for."""
+    """Return messages with probe arguments for `wrong_arguments`."""
 
     def probe(at: int, place: int, arguments: Any) -> Any:
         name = _probe(at, place)
@@ -228,9 +220,7 @@ def probed(messages: Messages) -> list[dict[str, Any]]:
 
 
 def wrong_arguments(text: str, messages: Messages, form: ChatForm) -> tuple[int, str, str] | None:
-    """Return the first call whose arguments the text of `probed` messages does not have as they are: the message, the
-    part of it, and what is wrong.
-    """
+    """Return the first call that the text changes (message index, part, problem), or None."""
     for at, place, arguments in calls_of(messages):
         name = _probe(at, place)
         part = f"tool_calls[{place}].function.arguments"

@@ -1,13 +1,12 @@
-"""Compiled hosts keep their graphs: buffers take the states, and forwards are opened and closed around compiled calls.
+"""Reads compiled models without graph breaks.
 
     buffers = Buffers({"resid_post.15": layer})
     buffers.make_room((n_rows, n_tokens), width)    # before the forward
-    buffers.keep("resid_post.15", hidden)           # inside it, traced: a copy and a count, which a graph repeats
-    for site, hidden in buffers.written(): ...      # after it, copies
+    buffers.keep("resid_post.15", hidden)           # inside it, traced
+    for site, hidden in buffers.written(): ...      # after it
 
-A hook that did its work inside a graph would break it, and would not run at all when a captured one is replayed. What
-is traced here is a copy into memory that lies still, and one added to a count, by which a graph made without us, and
-two threads in one graph, are noticed.
+A captured graph runs no Python hooks: it copies into fixed memory and increments a counter, which reveals graphs made
+without us and threads that share a graph.
 """
 
 from __future__ import annotations
@@ -23,11 +22,11 @@ import torch
 from torch import Tensor, nn
 
 from probemon.errors import AlignmentError
-from probemon.host.internals import COMPILED_CALL, keep_address, shadow_compiled_call
+from probemon.host.internals import COMPILED_CALL, keep_address, patch_compiled_call
 from probemon.host.model import compiled_parts, is_encoder_decoder
 from probemon.util.shadow import Owner, shadow
 
-# What torch says where a graph that may not break meets our hooks.
+# Shown by torch if fullgraph=True meets our hooks.
 _NO_WHOLE_GRAPH = (
     "probemon watches this model and reads each forward outside of the graph, for which torch.compile(model,"
     " fullgraph=True) leaves no place: call model.compile(fullgraph=True) instead, or compile without fullgraph"
@@ -35,17 +34,16 @@ _NO_WHOLE_GRAPH = (
 
 
 class _Forward(threading.local):
-    """The forward that a thread has open: how often each site had been written before it."""
+    """Write counts by site before a thread's open forward."""
 
     def __init__(self) -> None:
         self.before: dict[str, int] = {}
 
 
 class Buffers:
-    """Room for the states of one forward, fp32, one buffer a site; it only grows while a host is watched.
+    """Buffers for one forward, fp32, one per site; they only grow.
 
-    `own`: of sites that are no hidden states, how wide they are (None: there is no room for them) and whether their
-    tokens come without rows.
+    `own`: for custom sites, the width (None: no buffer) and whether tokens come without rows.
     """
 
     def __init__(
@@ -53,26 +51,26 @@ class Buffers:
     ) -> None:
         self._modules, self._own = modules, own or {}
         self._room: dict[str, Tensor] = {}
-        self._written: dict[str, Tensor] = {}  # how often, and of how many rows and tokens the last time
+        self._written: dict[str, Tensor] = {}  # number of writes, and the last one's rows and tokens
         self._forward = _Forward()
         self._lock = threading.Lock()
-        self._open: dict[int | None, bool] = {}  # threads in a forward, and whether another was in one at the same time
+        self._open: dict[int | None, bool] = {}  # threads in a forward, and whether another overlapped
 
     def holds(self, site: str, hidden: Tensor) -> bool:
-        """Whether there is room for such states, so that `keep` may be traced."""
+        """True if `keep` may be traced."""
         return site in self._room and hidden.dim() == 3 and hidden.shape[2] == self._room[site].shape[2]
 
     def begin(self) -> None:
-        """Note that the calling thread is in a forward, watched or not: what it runs is written to the same room."""
+        """Note that this thread is in a forward, watched or not."""
         with self._lock:
             alive = {thread.ident for thread in threading.enumerate()}
             open_now = {thread for thread in self._open if thread in alive} | {threading.get_ident()}
             self._open = dict.fromkeys(open_now, len(open_now) > 1)
 
     def make_room(self, shape: tuple[int, ...], width: int) -> None:
-        """Begin a forward of `shape` rows and tokens, with room for its states.
+        """Begin a forward of `shape` (rows, tokens).
 
-        Tokens are rounded up to a power of two: a new buffer makes a graph anew.
+        Tokens are rounded up to a power of two: a new buffer recompiles the graph.
         """
         self.begin()
         for site, module in self._modules.items():
@@ -85,7 +83,7 @@ class Buffers:
             if room is None or len(room) < n_rows or room.shape[1] < n_tokens:
                 device = next((p.device for p in module.parameters() if p.device.type != "meta"), torch.device("cpu"))
                 size = (n_rows, 1 << (n_tokens - 1).bit_length(), wide)
-                with torch.inference_mode(False):  # else it could not be written outside of that mode
+                with torch.inference_mode(False):  # else it is not writable outside of that mode
                     self._room[site] = torch.zeros(size, dtype=torch.float32, device=device)
                     self._written.setdefault(site, torch.zeros(3, dtype=torch.int64, device=device))
                 for tensor in (self._room[site], self._written[site]):
@@ -93,7 +91,7 @@ class Buffers:
             self._forward.before[site] = int(self._written[site][0])
 
     def keep(self, site: str, hidden: Tensor) -> None:
-        """Copy `[B, T, D]`; plain operations on tensors, to be traced."""
+        """Copy `[B, T, D]`; traceable."""
         self._room[site][: hidden.shape[0], : hidden.shape[1]].copy_(hidden.detach())
         written = self._written[site]
         written[0].add_(1)
@@ -101,86 +99,82 @@ class Buffers:
         written[2].fill_(hidden.shape[1])
 
     def written(self) -> list[tuple[str, Tensor]]:
-        """End the calling thread's forward; return the sites that `keep` was run for since `make_room`, with copies of
-        their states.
+        """End this thread's forward; return copies of its hidden states by site.
 
-        Raises `AlignmentError` if another thread's forward ran meanwhile.
+        Raises `AlignmentError` if another thread's forward overlapped or a site ran twice.
         """
-        found = []
+        copies = []
         for site, count in self._forward.before.items():
             now, n_rows, n_tokens = self._written[site].tolist()
             if now != count:
-                found.append((site, now - count, self._room[site][:n_rows, :n_tokens].clone()))
-        shared = self.abandon()  # only now: who begins after it may write
-        for site, n_times, _ in found:
+                copies.append((site, now - count, self._room[site][:n_rows, :n_tokens].clone()))
+        shared = self.abandon()  # after the copies: the next forward may write
+        for site, n_times, _ in copies:
             if shared:
                 raise AlignmentError(
-                    f"threads ran a compiled host at once, and both wrote to the buffer of {site}: whose states are"
-                    " there cannot be told. Generate in one thread at a time"
+                    f"threads ran a compiled model at once, and both wrote to the buffer of {site}: whose states"
+                    " are there is unknown. Generate in one thread at a time"
                 )
             if n_times != 1:
                 raise AlignmentError(
                     f"{site} was run {n_times} times in one compiled call, and only its last states are there:"
-                    " whose they are cannot be told. Compile the layers, or what runs once"
+                    " whose they are is unknown. Compile the layers, or a module that runs once"
                 )
-        return [(site, states) for site, _, states in found]
+        return [(site, states) for site, _, states in copies]
 
     def abandon(self) -> bool:
-        """End the calling thread's forward, however it went; return whether another thread's ran meanwhile."""
+        """End this thread's forward; return whether another overlapped."""
         self._forward.before = {}
-        if not self._open:  # no thread runs compiled code
+        if not self._open:  # no compiled code
             return False
         with self._lock:
             return self._open.pop(threading.get_ident(), False)
 
 
 class Bracket:
-    """Opens and closes forwards around a host's compiled calls: the hooks that else do this leave the graph alone."""
+    """Opens and closes forwards around compiled calls, in place of hooks."""
 
     def __init__(self, before: Callable[..., None], after: Callable[..., None], failed: Callable[[], object]) -> None:
         self._before, self._after, self._failed = before, after, failed
         self._thread = threading.local()
         self._n_open = 0
         self._lock = threading.Lock()
-        self.tracing = False  # a bool, not the count: a graph is made anew when it changes
+        self.tracing = False  # a bool: graphs recompile when it changes
 
     @property
     def is_open(self) -> bool:
-        """Whether the calling thread is inside of a bracket."""
+        """True inside a bracket of this thread."""
         return bool(getattr(self._thread, "open", False))
 
     def unless(self, hook: Callable[..., None]) -> Callable[..., None]:
-        """A hook that does nothing where a bracket does its work, and leaves the graph of any other compiled code."""
-        # A partial, not a closure: who copies or pickles the model finds in it whose hook this is.
+        """Return a hook that does nothing inside a bracket, and breaks other graphs."""
+        # A partial, so that copying or pickling the model finds the hook's owner.
         return partial(self._unless, hook, torch.compiler.disable(hook, reason=_NO_WHOLE_GRAPH))
 
     def _unless(self, hook: Callable[..., None], disabled: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-        if torch.compiler.is_dynamo_compiling():  # not is_compiling, which is also true while another thread compiles
+        if torch.compiler.is_dynamo_compiling():  # is_compiling is also true while another thread compiles
             if not self.tracing:
                 disabled(*args, **kwargs)
         elif not self.is_open:
             hook(*args, **kwargs)
 
     def shadow(self, stack: ExitStack, owner: Owner, model: Any, decoder: nn.Module) -> None:
-        """Put brackets around the compiled calls of a model and of its decoder until `stack` closes.
-
-        These are generate's own, those of `module.compile()`, and a `forward` that was compiled.
-        """
+        """Put brackets around compiled calls of model and decoder until `stack` closes."""
         names = {module: list(inspect.signature(module.forward).parameters) for module in (model, decoder)}
 
         def around(module: Any, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             if torch.compiler.is_dynamo_compiling() or self.is_open:
                 return original(*args, **kwargs)
-            given = {**dict(zip(names[module], args, strict=False)), **kwargs}
+            arguments = {**dict(zip(names[module], args, strict=False)), **kwargs}
             if module is not decoder and is_encoder_decoder(model):
-                given = _of_decoder(given)
-            ids = given.get("input_ids")
-            if (isinstance(ids, Tensor) and ids.dim() != 2) or (ids is None and given.get("inputs_embeds") is None):
-                # What the decoder will run is not said here: its own hooks see it, outside of the graph.
+                arguments = _of_decoder(arguments)
+            ids = arguments.get("input_ids")
+            if (isinstance(ids, Tensor) and ids.dim() != 2) or (ids is None and arguments.get("inputs_embeds") is None):
+                # The decoder's hooks see these inputs outside of the graph.
                 return original(*args, **kwargs)
             self._thread.open = True
             try:
-                self._before(decoder, (), given)
+                self._before(decoder, (), arguments)
                 with self._traced():
                     out = original(*args, **kwargs)
             except BaseException:
@@ -195,9 +189,9 @@ class Bracket:
             compiled = original(*args, **kwargs)
             return partial(around, model, compiled)
 
-        shadow_compiled_call(stack, owner, model, compiled_call)
+        patch_compiled_call(stack, owner, model, compiled_call)
         for module, name in compiled_parts(model):
-            # A compiled forward of the decoder itself has the decoder's hooks around it.
+            # A compiled forward of the decoder runs inside its hooks.
             if module in names and (module is not decoder or name == COMPILED_CALL):
                 shadow(stack, owner, module, name, partial(around, module))
 
@@ -214,7 +208,10 @@ class Bracket:
                 self.tracing = self._n_open > 0
 
 
-def _of_decoder(given: Mapping[str, Any]) -> dict[str, Any]:
-    """What the decoder of an encoder-decoder is given of the model's arguments, as far as tokens are placed by it."""
-    renamed = {name.removeprefix("decoder_"): value for name, value in given.items() if name.startswith("decoder_")}
-    return {**renamed, "past_key_values": given.get("past_key_values"), "cache_position": given.get("cache_position")}
+def _of_decoder(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    renamed = {name.removeprefix("decoder_"): value for name, value in arguments.items() if name.startswith("decoder_")}
+    return {
+        **renamed,
+        "past_key_values": arguments.get("past_key_values"),
+        "cache_position": arguments.get("cache_position"),
+    }

@@ -1,4 +1,4 @@
-"""A host by name.
+"""Loads a model by name.
 
 model, tokenizer = load_model("demo", "cpu", print)
 """
@@ -17,15 +17,15 @@ from probemon.util.first_sentence import first_sentence
 from probemon.util.near_folders import folders_with, is_path, near_folders
 
 _DTYPES = ("auto", "bfloat16", "float16", "float32")
-_MARKER = "config.json"  # a folder that holds one is taken for a model
+_MARKER = "config.json"  # marks a model folder
 
-_MODELS_OF_WINGS = ("probemon.adapters.ltm",)  # once imported, transformers' automatic classes know their models
+_MODELS_OF_WINGS = ("probemon.adapters.ltm",)  # importing them registers their classes with transformers
 
 
 def load_model(name: str, device: str, say: Callable[[str], None], dtype: str = "auto") -> tuple[Any, Any]:
-    """Return `(model, tokenizer)`, in eval mode on `device`; `dtype` "auto" is that of its files.
+    """Return `(model, tokenizer)` in eval mode on `device`; `dtype` "auto" uses the files' own.
 
-    Raises `ConfigError` where nothing of that name can be loaded.
+    Raises `ConfigError` if the model cannot be loaded.
     """
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -40,7 +40,7 @@ def load_model(name: str, device: str, say: Callable[[str], None], dtype: str = 
     if name == "demo":
         from probemon.bundled import load_bundled
 
-        model, tokenizer = load_bundled(torch.bfloat16 if dtype == "auto" else kind, say=say)
+        model, tokenizer = load_bundled(torch.float32 if dtype == "auto" else kind, say=say)
         return model.to(device), tokenizer
     has_folder = Path(name).is_dir()
     if not has_folder:
@@ -54,7 +54,7 @@ def load_model(name: str, device: str, say: Callable[[str], None], dtype: str = 
         return model.eval().to(torch.device(device)), tokenizer
     except ConfigError:
         raise
-    except Exception as error:  # a damaged folder fails in as many ways as there are readers
+    except Exception as error:  # damaged folders fail in many ways
         if not has_folder and (problem := hub_cache_problem(error)):
             raise ConfigError(f"{name!r} cannot be fetched: {problem}") from error
         if not has_folder and not _is_cached(name):
@@ -66,17 +66,17 @@ def load_model(name: str, device: str, say: Callable[[str], None], dtype: str = 
 
 
 def check_is_no_pack(name: str, remedy: str = "give the folder of a model, a name on the hub, or demo") -> None:
-    """Raise `ConfigError` where the name of a model is that of a probe pack: the two are easily swapped."""
-    from probemon.packs.local import is_pack  # which imports torch
+    """Raise `ConfigError` if `name` is a probe pack."""
+    from probemon.packs.local import is_pack  # imports torch
 
     if is_pack(name) and not (Path(name) / _MARKER).is_file():
         raise ConfigError(f"{name} is a probe pack, not a model: {remedy}")
 
 
 def slow_number(model: Any) -> str:
-    """Return the half-precision format that `model` holds and this CPU has no instructions for, "" where there is none.
+    """Return the model's half-precision dtype if this CPU lacks instructions for it, else "".
 
-    Texts are read several times faster in float32 then; a token at a time takes about as long in either.
+    float32 then reads texts several times faster; single tokens take the same time.
     """
     import torch
 
@@ -90,13 +90,12 @@ def slow_number(model: Any) -> str:
 
 
 def check_dtype(dtype: str) -> None:
-    """Raise `ConfigError` for what is no number format that a host can be loaded in."""
+    """Raise `ConfigError` for an unknown dtype."""
     if dtype not in _DTYPES:
         raise ConfigError(f"dtype is {dtype!r}: give one of {', '.join(_DTYPES)}")
 
 
 def _check_name(name: str) -> None:
-    """Raise `ConfigError` for what can be no model: an empty name, a file, a path to nothing."""
     if not name.strip():
         raise ConfigError("the name of the model is empty: give a folder, a name on the hub, or demo")
     check_is_no_pack(name)
@@ -107,7 +106,7 @@ def _check_name(name: str) -> None:
 
 
 def _check_whole(name: str, model: Any, missing: Sequence[str]) -> None:
-    """Raise `ConfigError` for a model that is not the one in the files: a part of it is random, or left out."""
+    """Raise `ConfigError` if weights are missing or an encoder would be dropped."""
     kind = type(model).__name__
     saved = getattr(model.config, "architectures", None) or [kind]
     if kind not in saved and type(model.config)().is_encoder_decoder:
@@ -124,7 +123,7 @@ def _check_whole(name: str, model: Any, missing: Sequence[str]) -> None:
 
 
 def _hint(name: str) -> str:
-    """Return which models have a name like this one, as the end of a message; "" where none has."""
+    """Return a suggestion of similar names, or ""."""
     near = [] if Path(name).is_dir() else near_folders(name, _MARKER, ["demo"])
     return f"; did you mean {' or '.join(map(repr, near))}?" if near else ""
 
@@ -140,7 +139,7 @@ def _is_cached(name: str) -> bool:
 
 
 def _why_not_fetched(name: str, only_cached: bool) -> str:
-    """Return the end of the sentence on a model that is nowhere, with what can be done."""
+    """Return the end of the message for a missing model."""
     from huggingface_hub import constants
 
     hint = _hint(name)
@@ -152,14 +151,14 @@ def _why_not_fetched(name: str, only_cached: bool) -> str:
 
 
 def _hub_answers(name: str) -> bool:
-    """Ask the hub once. Where it does not answer, what follows would ask it for a minute, by way of its own retries."""
+    """Ask the hub once: transformers would retry for a minute."""
     from huggingface_hub import get_hf_file_metadata, hf_hub_url
     from huggingface_hub.errors import HfHubHTTPError
 
     try:
         get_hf_file_metadata(hf_hub_url(name, _MARKER))
-    except HfHubHTTPError as error:  # "no such model" is an answer, too: `from_pretrained` says what it means
+    except HfHubHTTPError as error:  # "no such model" is an answer too
         return error.response.status_code < 500
-    except Exception:  # no connection, offline by choice, or a name that cannot be one: nothing can be fetched
+    except Exception:  # offline, or an impossible name
         return False
     return True

@@ -1,8 +1,7 @@
-"""What probemon needs to know about a host model: its decoder, its layers, its state.
+"""Inspection of a model: its decoder, its layers, its state.
 
-model = unwrap(model)                  # the transformers model inside torch.compile's or PEFT's wrapper
-decoder, layers = find_layers(model)   # the module that runs the layers, and the layers
-host_state(model)                      # what changes scores without changing the model: adapters, devices
+model = unwrap(model)                  # without the wrappers of torch.compile and PEFT
+decoder, layers = find_layers(model)
 """
 
 from __future__ import annotations
@@ -15,8 +14,8 @@ import torch
 from torch import nn
 
 from probemon.core.probes import parse_site
-from probemon.core.scores import HostState
-from probemon.errors import ConfigError, NotSupportedHost
+from probemon.core.scores import ModelState
+from probemon.errors import ConfigError, UnsupportedModel
 from probemon.host.adapters import CLOSED_NAME, MEMORY_NAME, OWN_NAME, memories_in, memories_on, own_of
 from probemon.host.internals import (
     adapter_scales,
@@ -35,15 +34,15 @@ from probemon.host.internals import (
     uncompiled,
 )
 
-# What a layer calls its attention and its feed-forward block, whose outputs are added to the residual stream.
+# Names of a layer's attention and feed-forward blocks.
 _BLOCKS = {"attn_out": ("self_attn", "attn", "attention", "self_attention"), "mlp_out": ("mlp", "feed_forward")}
 
 
 def text_config(model: Any) -> Any:
-    """The configuration of the text decoder (a multimodal host nests it)."""
+    """Return the text decoder's configuration. Raises `UnsupportedModel`."""
     config = getattr(model, "config", None)
     if config is None:
-        raise NotSupportedHost(
+        raise UnsupportedModel(
             f"{type(model).__name__} has no .config: probemon watches Hugging Face transformers models"
         )
     return config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
@@ -55,10 +54,7 @@ def hidden_size(model: Any) -> int:
 
 
 def drops_at_random(model: Any) -> str | None:
-    """Return the name of a part that drops values at random when it is run, or None.
-
-    Every part is asked: adapters that are put on later may train where the host does not.
-    """
+    """Return the name of a module that drops values at random now, or None."""
     for name, module in model.named_modules():
         if module.training and drop_rates(module):
             return name or type(module).__name__
@@ -66,7 +62,7 @@ def drops_at_random(model: Any) -> str | None:
 
 
 def drop_rates(module: nn.Module) -> dict[str, float]:
-    """Return the rates above 0 at which a module drops values in training, by the names of its attributes."""
+    """Return a module's dropout rates above 0, by attribute name."""
     return {
         name: value
         for name, value in vars(module).items()
@@ -75,11 +71,11 @@ def drop_rates(module: nn.Module) -> dict[str, float]:
 
 
 def longest_input(model: Any) -> int | None:
-    """The most tokens of one input that the host has positions for; None where there is no limit."""
+    """Return the number of positions, in tokens; None without a limit."""
     n_positions = getattr(text_config(model), "max_position_embeddings", None)
     if not isinstance(n_positions, int) or n_positions <= 0:
         return None
-    for name, module in model.named_modules():  # RoBERTa and its kin begin to count after the position of padding
+    for name, module in model.named_modules():  # RoBERTa counts from padding_idx + 1
         if (
             "position" in name.rsplit(".", 1)[-1]
             and len(getattr(module, "weight", ())) == n_positions
@@ -90,13 +86,13 @@ def longest_input(model: Any) -> int | None:
 
 
 def unwrap(model: Any) -> Any:
-    """The transformers model inside the wrappers of torch.compile and PEFT. Raises `NotSupportedHost`."""
+    """Return the model without wrappers of torch.compile and PEFT. Raises `UnsupportedModel`."""
     model = uncompiled(model)
     while hasattr(model, "get_base_model"):
         for name, config in getattr(model, "peft_config", {}).items():
             if getattr(config, "is_prompt_learning", False):
-                raise NotSupportedHost(
-                    f"adapter {name!r} learns a prompt: its virtual tokens stand at no column of the sequence. Use"
+                raise UnsupportedModel(
+                    f"adapter {name!r} learns a prompt: its virtual tokens have no position in the sequence. Use"
                     " a LoRA-like adapter"
                 )
         model = uncompiled(model.get_base_model())
@@ -104,15 +100,14 @@ def unwrap(model: Any) -> Any:
 
 
 def is_encoder_decoder(model: Any) -> bool:
-    """Whether the host has an encoder beside its decoder (t5, bart): the decoder is what is watched."""
+    """True for t5, bart: only the decoder is watched."""
     return bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
 
 
 def find_layers(model: Any) -> tuple[nn.Module, nn.ModuleList]:
-    """Return the base module whose forward runs the layers, and the list of them (0-based).
+    """Return the module whose forward runs the layers, and the layers (0-based).
 
-    Of an encoder-decoder they are the decoder's. The list is the shallowest of the right length. Raises
-    `NotSupportedHost`.
+    Raises `UnsupportedModel` unless exactly one shallowest list has the configured length.
     """
     names = [(text_config(model), "num_hidden_layers")]
     if is_encoder_decoder(model):
@@ -129,20 +124,17 @@ def find_layers(model: Any) -> tuple[nn.Module, nn.ModuleList]:
         shallowest = [module for depth, module in lists if depth == min(depth for depth, _ in lists)]
         if len(shallowest) == 1:
             return base, shallowest[0]
-    raise NotSupportedHost(
+    raise UnsupportedModel(
         f"expected one list of {n_layers} layers in {type(decoder).__name__}, found {len(shallowest)}: which of its"
         " modules are the layers is unknown"
     )
 
 
 def site_module(layers: nn.ModuleList, site: str) -> nn.Module:
-    """Return the module whose output is the site: the layer, or its attention or feed-forward block.
-
-    Raises `ConfigError`, `NotSupportedHost`.
-    """
+    """Return the module whose output is the site. Raises `ConfigError`, `UnsupportedModel`."""
     kind, at = parse_site(site)
     if at >= len(layers):
-        raise ConfigError(f"site {site!r}: the host has layers 0..{len(layers) - 1}")
+        raise ConfigError(f"site {site!r}: the model has layers 0..{len(layers) - 1}")
     layer = layers[at]
     if kind == "resid_post":
         return layer
@@ -150,41 +142,38 @@ def site_module(layers: nn.ModuleList, site: str) -> nn.Module:
     for name in _BLOCKS[kind]:
         if name in children:
             if "residual" in inspect.signature(children[name].forward).parameters:
-                raise NotSupportedHost(adds_stream(site, children[name]))
+                raise UnsupportedModel(adds_stream(site, children[name]))
             return children[name]
-    raise NotSupportedHost(
+    raise UnsupportedModel(
         f"site {site!r}: {type(layer).__name__} has none of {', '.join(_BLOCKS[kind])}; it has {', '.join(children)}"
     )
 
 
 def adds_stream(site: str, block: nn.Module) -> str:
-    """Return what an error says of a block that gives the stream beside what is its own."""
+    """Error text for a block whose output includes the residual stream."""
     return (
-        f"site {site!r}: {type(block).__name__} adds the residual stream to what it gives, so that what it gives itself"
-        f" has no place of its own. Read resid_post.{parse_site(site)[1]}"
+        f"site {site!r}: {type(block).__name__} adds the residual stream to its output, so its own part"
+        f" cannot be read. Read resid_post.{parse_site(site)[1]}"
     )
 
 
 def check_one_feed_forward(layers: nn.ModuleList, site: str) -> None:
-    """Raise `NotSupportedHost` where `mlp_out` would be one feed-forward part of several: the layer adds them up, and
-    what they give together is no module's.
-    """
+    """Raise `UnsupportedModel` if the layer adds up several feed-forward parts."""
     kind, at = parse_site(site)
     if kind != "mlp_out" or at >= len(layers):
         return
     layer, block = layers[at], site_module(layers, site)
-    beside = [name for name, part in layer.named_children() if part is not block and _feeds_forward(name, part, block)]
-    if beside:
+    others = [name for name, part in layer.named_children() if part is not block and _feeds_forward(name, part, block)]
+    if others:
         name = next(name for name, part in layer.named_children() if part is block)
-        raise NotSupportedHost(
-            f"site {site!r}: {type(layer).__name__} has {', '.join(beside)} beside {name}, and adds up what these"
-            f" feed-forward parts give, which is the output of no module. Read resid_post.{at}"
+        raise UnsupportedModel(
+            f"site {site!r}: {type(layer).__name__} has {', '.join(others)} besides {name} and adds up what these"
+            f" feed-forward parts give: no module outputs the sum. Read resid_post.{at}"
         )
 
 
 def _feeds_forward(name: str, part: nn.Module, block: nn.Module) -> bool:
-    """Whether a part of a layer is a feed-forward part, as `block` is: by its name, by experts, or by its class."""
-    if name in _BLOCKS["attn_out"]:  # attention may have experts, too
+    if name in _BLOCKS["attn_out"]:  # attention may have experts too
         return False
     inner = [(name, part), *part.named_modules()]
     return name in _BLOCKS["mlp_out"] or any(
@@ -192,47 +181,47 @@ def _feeds_forward(name: str, part: nn.Module, block: nn.Module) -> bool:
     )
 
 
-def host_state(model: Any) -> HostState:
-    """What changes a host's hidden states without its being another model, as it is now."""
+def model_state(model: Any) -> ModelState:
+    """Return the current `ModelState`."""
     adapters: set[str] = set()
     merged: set[str] = set()
     scales: set[tuple[str, float]] = set()
     off: set[str] = set()
     by_row: tuple[str, ...] = ()
     kinds: set[str] = set()
-    # By class: to ask hundreds of modules for what they have not takes milliseconds, in every generate().
+    # Cached by class: missing attributes of hundreds of modules take milliseconds to look up.
     tuned: dict[type, bool] = {}
     modules: list[Any] = all_modules(model)
     for module in modules:
         kind = type(module)
         if kind not in tuned:
             tuned[kind] = is_tuner_class(kind)
-            if is_adaption_prompt_class(kind):  # it bears no adapter's name, and is taken out where it is off
+            if is_adaption_prompt_class(kind):  # has no adapter name, and is removed while off
                 adapters.add("adaption_prompt")
-            # The weights of these are no parameters.
+            # Their weights are not parameters.
             if kind.__module__.startswith("torch.ao.nn.quantized") and "Quantized" in module._get_name():
                 kinds.add(module._get_name())
-        if tuned[kind] and switches_adapters(module):  # a layer of PEFT's
-            on, is_off = adapters_in_force(module), bool(module.disable_adapters)
-            (off if is_off else adapters).update(on)
+        if tuned[kind] and switches_adapters(module):  # a PEFT layer
+            active, is_off = adapters_in_force(module), bool(module.disable_adapters)
+            (off if is_off else adapters).update(active)
             if not is_off:
                 merged |= set(getattr(module, "merged_adapters", ()))
                 by_row = adapters_by_row(module) or by_row
-                scaling, ran = adapter_scales(module), adapters_by_row(module) or on
+                scaling, ran = adapter_scales(module), adapters_by_row(module) or active
                 scales |= {(name, scaling[name]) for name in ran if name in scaling}
     closed = any(memory.closed for memory in memories_in(modules))
-    ours = {OWN_NAME: own_of(model) is not None, MEMORY_NAME: bool(memories_on(model)), CLOSED_NAME: closed}
-    own = tuple(name for name, on in ours.items() if on)
+    is_on = {OWN_NAME: own_of(model) is not None, MEMORY_NAME: bool(memories_on(model)), CLOSED_NAME: closed}
+    own_names = tuple(name for name, active in is_on.items() if active)
     parameters = [p for module in modules for p in module._parameters.values() if p is not None]
-    # torchao's tensors are subclasses; other quantisers say so in the configuration.
+    # torchao uses tensor subclasses; other quantisers, the configuration.
     kinds |= {type(p.data).__name__ for p in parameters} - {"Tensor", "Parameter", "DTensor"}
     quantiser = getattr(getattr(model, "config", None), "quantization_config", None)
     if quantiser is not None:
         kinds.add(str(getattr(quantiser, "quant_method", quantiser)))
-    return HostState(
+    return ModelState(
         model=type(model).__name__,
         dtype=str(model.dtype).removeprefix("torch."),
-        adapters=(by_row or tuple(sorted(adapters))) + own,
+        adapters=(by_row or tuple(sorted(adapters))) + own_names,
         adapters_disabled=tuple(sorted(off - adapters)),
         adapters_merged=tuple(sorted(merged)),
         adapter_scales=tuple(sorted(scales)),
@@ -245,7 +234,7 @@ def host_state(model: Any) -> HostState:
 
 
 def weights_in_memory(module: nn.Module) -> Any:
-    """For the time of the block, a module's own parameters that accelerate keeps elsewhere are here."""
+    """Context manager that loads the parameters that accelerate offloads."""
     elsewhere = any(p.device.type == "meta" for p in module.parameters(recurse=False))
     if not elsewhere or not has_accelerate_hook(module):
         return nullcontext()
@@ -255,16 +244,16 @@ def weights_in_memory(module: nn.Module) -> Any:
 
 
 def compiled_parts(model: Any) -> list[tuple[nn.Module, str]]:
-    """Return the modules of a model that were compiled, each with the attribute that was."""
+    """Return the compiled modules of a model, each with the compiled attribute."""
     return [(module, name) for module in model.modules() for name in compiled_attributes(module)]
 
 
 def is_compiled(model: Any) -> bool:
-    """Whether it, or a part of it, was compiled, by its user or by its `generate()`."""
+    """True if the model or a part was compiled."""
     return has_generates_graph(model) or bool(compiled_parts(model))
 
 
 def forget_compiled(model: Any) -> None:
-    """Make a compiled host compile again: a graph does not notice that hooks came or went."""
+    """Force recompilation: graphs do not notice added or removed hooks."""
     if forget_generates_graph(model) or compiled_parts(model):
         torch.compiler.reset()

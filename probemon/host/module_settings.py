@@ -1,13 +1,11 @@
-"""What the modules of a host are set to beside its weights: attributes, buffers outside of the checkpoint, and the
-configurations that they read.
+"""Settings of a model's modules: attributes, buffers outside of the checkpoint, configurations.
 
 settings = ModuleSettings(model)
-before = settings.now()                   # the first time a walk over all modules, then a fraction of a millisecond
+before = settings.now()                   # later calls take a fraction of a millisecond
 differing(before, settings.now())         # ["model.layers.3.input_layernorm.variance_epsilon was 1e-05, is 0.1"]
 
-What forwards write by themselves does not count: names that methods of a module's class assign outside of `__init__`,
-frequencies of a dynamic rope, and what accelerate, PEFT, gradient checkpointing and torch.compile keep in modules. The
-training mode counts in modules that drop values, add noise, or normalise by a batch.
+Attributes that forwards write do not count. The training mode counts in modules that drop values, add noise or
+normalise by batch.
 """
 
 from __future__ import annotations
@@ -42,7 +40,7 @@ from probemon.host.model import drop_rates
 from probemon.util.checks import shown
 from probemon.util.shadow import unshadowed
 
-# What is set, by place (of a module, a configuration, a class) and name; "" names the class of a module.
+# By place (of a module, configuration or class) and name; "" is a module's class.
 Settings = Mapping[tuple[str, str], Any]
 _PLAIN = (type(None), bool, Number, str, bytes, torch.dtype)
 _CONTAINERS = (Mapping, list, tuple, set, frozenset)
@@ -50,28 +48,28 @@ _ABSENT = object()
 
 
 def differing(before: Settings, now: Settings) -> list[str]:
-    """Say what is set otherwise. What one of the two has alone counts where its place is of one class in both."""
+    """Return a text for each difference. One-sided settings count only if the class is the same."""
     texts = []
     for key in () if before is now else dict.fromkeys((*before, *now)):
         (place, name), was, value = key, before.get(key, _ABSENT), now.get(key, _ABSENT)
         alone = _ABSENT in (was, value) and name and before.get((place, "")) is not now.get((place, ""), _ABSENT)
         if not (alone or was is value or was == value):
-            what, kinds = ".".join(filter(None, (place, name))) or "the model", {type(was), type(value)}
+            setting, kinds = ".".join(filter(None, (place, name))) or "the model", {type(was), type(value)}
             if kinds.isdisjoint({_Written, _Itself}):
-                texts.append(f"{what} was {_shown(was)}, is {_shown(value)}")
+                texts.append(f"{setting} was {_shown(was)}, is {_shown(value)}")
             else:
-                texts.append(f"{what} was {'written to' if _Written in kinds else 'replaced'}")
+                texts.append(f"{setting} was {'written to' if _Written in kinds else 'replaced'}")
     return texts
 
 
 class ModuleSettings:
-    """What the modules of a model are set to: of those that it has when this is made. Any thread may ask."""
+    """The settings of a model's modules. Thread-safe."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model, self._look = model, _Look(model)
 
     def now(self) -> Settings:
-        """Return what is set now; the same object where nothing was touched since the last time."""
+        """Return the current settings; the same object if nothing changed."""
         look = self._look
         if not look.holds():
             look = self._look = _Look(self._model)
@@ -79,12 +77,12 @@ class ModuleSettings:
 
 
 class _Written(tuple[int, int]):
-    """Where a tensor lies, and how often it was written to."""
+    """Address of a tensor, and its number of writes."""
 
 
 @dataclass(frozen=True, eq=False)
 class _Itself:
-    """A container that forwards may change: what is in it is no setting, but that it is this one."""
+    """A container that forwards may change: compared by identity."""
 
     value: Any
 
@@ -95,18 +93,16 @@ class _Itself:
 
 
 class _Look:
-    """One walk over the modules. What it read is kept alive and compared with what is there later, values by identity:
-    only where one is another, a walk is made anew.
-    """
+    """One walk over the modules; later states are compared with it, values by identity."""
 
     def __init__(self, model: nn.Module) -> None:
         self.settings: dict[tuple[str, str], Any] = {}
-        self._readers: list[tuple[dict[str, Any], itemgetter[Any]]] = []  # of a module's values that count
-        self._tensors: list[tuple[tuple[str, str], Mapping[str, Any]]] = []  # the place of each, and where it is kept
-        self._containers: list[Any] = []  # which may change in place
-        configurations: dict[int, tuple[str, PretrainedConfig]] = {}  # each once, where it stands first
+        self._readers: list[tuple[dict[str, Any], itemgetter[Any]]] = []
+        self._tensors: list[tuple[tuple[str, str], Mapping[str, Any]]] = []  # with the mapping that keeps each
+        self._containers: list[Any] = []  # may change in place
+        configurations: dict[int, tuple[str, PretrainedConfig]] = {}  # each once, at its first place
         for path, module in model.named_modules():
-            if uncompiled(module) is module:  # no wrapper of torch.compile's, which has the module inside
+            if uncompiled(module) is module:  # not a wrapper of torch.compile
                 self._read_module(without_wrappers(f"{path}.").rstrip("."), module, configurations)
         for place, configuration in configurations.values():
             self._read_configuration(place, configuration)
@@ -120,7 +116,6 @@ class _Look:
         self.settings.update({key: _Written(mark) for (key, _), mark in zip(self._tensors, self._marks, strict=True)})
 
     def holds(self) -> bool:
-        """Whether all is as it was."""
         try:
             values = self._values_now()
         except KeyError:  # an attribute was deleted
@@ -133,9 +128,9 @@ class _Look:
         )
 
     def _values_now(self) -> list[Any]:
-        tensors = [kept.get(name) for (_, name), kept in self._tensors]
+        tensors = [attributes.get(name) for (_, name), attributes in self._tensors]
         return [
-            *chain.from_iterable([read(kept) for kept, read in self._readers]),
+            *chain.from_iterable([read(attributes) for attributes, read in self._readers]),
             *map(type, self._modules),
             *(kind.forward for kind in self._kinds),
             *(kind.__call__ for kind in self._kinds),
@@ -143,23 +138,23 @@ class _Look:
         ]
 
     def _sizes_now(self) -> list[int]:
-        return [len(kept) for kept, _ in self._readers]
+        return [len(attributes) for attributes, _ in self._readers]
 
     def _parts_now(self) -> list[Any]:
         return list(map(_plain, self._containers))
 
     def _marks_now(self) -> list[tuple[int, int]]:
-        return write_marks([kept[name] for (_, name), kept in self._tensors])
+        return write_marks([attributes[name] for (_, name), attributes in self._tensors])
 
     def _read_module(self, place: str, module: nn.Module, configurations: dict[int, tuple[str, Any]]) -> None:
-        kept, kind = vars(module), type(module)
+        attributes, kind = vars(module), type(module)
         methods, remade = names_in_methods(kind), remade_frequencies(module)
         self.settings[place, ""] = kind
-        # What PEFT keeps in its layers is compared as its switches.
-        own = [] if switches_adapters(module) else own_attributes(module)
-        names = [name for name in own if name not in methods.assigned and may_read(module, name)]
+        # Compared as adapter switches.
+        candidates = [] if switches_adapters(module) else own_attributes(module)
+        names = [name for name in candidates if name not in methods.assigned and may_read(module, name)]
         for name in names:
-            self._read(place, name, kept, module)
+            self._read(place, name, attributes, module)
         self._tensors += [
             ((place, name), module._buffers)
             for name in temporary_buffers(module)
@@ -167,40 +162,39 @@ class _Look:
             if may_read(module, name)
         ]
         rates = drop_rates(module) | _noise(module) if module.training else {}
-        of_another = (
+        is_custom = (
             not kind.__module__.startswith(("torch.", "transformers.", "peft.")) and "training" in methods.mentioned
         )
-        acts = module.training and (bool(rates) or keeps_statistics(module) or of_another)
+        acts = module.training and (bool(rates) or keeps_statistics(module) or is_custom)
         self.settings.update({(place, name): rate for name, rate in rates.items()})
         self.settings[place, "training"] = acts
-        configuration = kept.get("config")
+        configuration = attributes.get("config")
         if id(configuration) not in configurations and isinstance(configuration, PretrainedConfig):
             configurations[id(configuration)] = (f"{place}.config".lstrip("."), configuration)
-        # Two names at least: then what is read is a tuple.
-        self._readers.append((kept, itemgetter("training", "_modules", *names)))
+        # With two names or more, itemgetter returns a tuple.
+        self._readers.append((attributes, itemgetter("training", "_modules", *names)))
 
     def _read_configuration(self, place: str, configuration: PretrainedConfig) -> None:
-        """Read a configuration, and those in it."""
-        kept = vars(configuration)
-        for name, value in kept.items():
+        attributes = vars(configuration)
+        for name, value in attributes.items():
             if isinstance(value, PretrainedConfig):
                 self._read_configuration(f"{place}.{name}", value)
         self.settings[place, ""] = type(configuration)
-        names = [name for name, value in kept.items() if sets_states(name, value)]
+        names = [name for name, value in attributes.items() if sets_states(name, value)]
         for name in names:
-            self._read(place, name, kept)
-        # A manager of continuous batching changes the attention while it runs, and changes it back.
+            self._read(place, name, attributes)
+        # Continuous batching changes it temporarily.
         self.settings[place, "_attn_implementation"] = attention_kind(configuration).removeprefix("paged|")
-        self._readers.append((kept, itemgetter(*names, *(name for name in kept if name == ATTENTION))))
+        self._readers.append((attributes, itemgetter(*names, *(name for name in attributes if name == ATTENTION))))
 
-    def _read(self, place: str, name: str, kept: dict[str, Any], module: nn.Module | None = None) -> None:
-        value, key = kept[name], (place, name)
+    def _read(self, place: str, name: str, attributes: dict[str, Any], module: nn.Module | None = None) -> None:
+        value, key = attributes[name], (place, name)
         if module is not None and hasattr(type(module), name):
             value = _over_class(module, name, value)
             if value is _ABSENT:
                 return
         if isinstance(value, Tensor):
-            self._tensors.append((key, kept))
+            self._tensors.append((key, attributes))
         elif isinstance(value, _CONTAINERS) and module is not None and name in names_in_methods(type(module)).edited:
             self.settings[key] = _Itself(value)
         elif isinstance(value, _CONTAINERS):
@@ -211,25 +205,23 @@ class _Look:
 
 
 def _over_class(module: nn.Module, name: str, value: Any) -> Any:
-    """Return what a module has of its own in the place of what its class has; `_ABSENT` where it is the same, and where
-    only shadows of ours are there.
-    """
-    of_class = getattr(type(module), name)
+    """Return a module's override of a class attribute, else `_ABSENT`; our patches do not count."""
+    class_value = getattr(type(module), name)
     if callable(value):
         value = unshadowed(value)
-    if getattr(value, "__self__", None) is module:  # put back by whoever had taken it away
+    if getattr(value, "__self__", None) is module:  # a removed patch left the bound method
         value = value.__func__
-    return _ABSENT if (value is None and callable(of_class)) or value is of_class else value
+    return _ABSENT if (value is None and callable(class_value)) or value is class_value else value
 
 
 def _noise(module: nn.Module) -> dict[str, float]:
-    """Return by how much a router's input is changed at random in training, by the names of its attributes."""
-    named = {name: value for name, value in vars(module).items() if "jitter" in name}
-    return {name: value for name, value in named.items() if isinstance(value, float) and value > 0}
+    """Return the jitter of a router's input, by attribute name."""
+    jitters = {name: value for name, value in vars(module).items() if "jitter" in name}
+    return {name: value for name, value in jitters.items() if isinstance(value, float) and value > 0}
 
 
 def _plain(value: Any) -> Any:
-    """Return a copy of a value, without what cannot be compared."""
+    """Return a copy in which values that cannot be compared are their types."""
     if isinstance(value, Mapping):
         return tuple((_plain(key), _plain(inner)) for key, inner in value.items())
     if isinstance(value, (set, frozenset)):

@@ -1,8 +1,8 @@
-"""PlacedHook: a hook of ours on a module, and whether it is still there and still sees what the host goes on with.
+"""PlacedHook: an installed hook, and whether it still works.
 
-placed = PlacedHook.of("resid_post.15", module, handle)       # once everything is attached
-placed.lost()                                                 # why it sees nothing any more, "" where it does
-placed.doubt()                                                # what may make it see something else, "" where nothing
+placed = PlacedHook.of("resid_post.15", module, handle)
+placed.lost()                                                 # why it no longer runs, or ""
+placed.doubt()                                                # why it may read other values, or ""
 """
 
 from __future__ import annotations
@@ -15,15 +15,13 @@ from torch.utils.hooks import RemovableHandle
 
 from probemon.host.internals import COMPILED_CALL, hook_of, hooks_after, own_methods
 
-# Whose hooks change no output: ours, and those by which transformers collects hidden states.
+# Modules whose hooks change no output.
 _READERS = ("probemon.host.tap", "probemon.adapters.routing", "transformers.utils.output_capturing")
 
 
 @dataclass(frozen=True)
 class PlacedHook:
-    """`methods`: what a call of the module went through when the hook was put there; `reads`: whether it reads what the
-    module gives.
-    """
+    """`methods`: the module's at installation; `reads`: the output is read."""
 
     what: str
     module: nn.Module
@@ -34,11 +32,11 @@ class PlacedHook:
 
     @staticmethod
     def of(what: str, module: nn.Module, handle: RemovableHandle, *, reads: bool = False) -> PlacedHook:
-        """Return a hook that is on a module; `what` names it."""
+        """`what` names the place."""
         return PlacedHook(what, module, handle, hook_of(module, handle), own_methods(module), reads)
 
     def lost(self) -> str:
-        """Return why the hook does not run any more, "" where it does."""
+        """Return why the hook no longer runs, or ""."""
         if hook_of(self.module, self.handle) is not self.hook:
             return f"our hook at {self.what} was removed"
         if own_methods(self.module)["_call_impl"] is not self.methods["_call_impl"]:
@@ -46,14 +44,14 @@ class PlacedHook:
         return ""
 
     def doubt(self) -> str:
-        """Return why it may see something else than before, or than the host goes on with, "" where nothing shows."""
+        """Return why it may not see the values that the model goes on with, or ""."""
         now, name = own_methods(self.module), type(self.module).__name__
         if now["forward"] is not self.methods["forward"]:
             return f"the forward of {name} at {self.what} was replaced"
         if now[COMPILED_CALL] is not self.methods[COMPILED_CALL]:
             return f"{name} at {self.what} was compiled"
         for hook in hooks_after(self.module, self.handle) if self.reads else ():
-            whose = getattr(hook, "__module__", None) or type(hook).__name__
-            if not whose.startswith(_READERS):
-                return f"a hook of {whose} runs after ours at {self.what}, and what it changes we do not read"
+            source = getattr(hook, "__module__", None) or type(hook).__name__
+            if not source.startswith(_READERS):
+                return f"a hook of {source} runs after ours at {self.what}, and its changes are not read"
         return ""

@@ -1,11 +1,9 @@
-"""Ranks: a host whose layers are spread over processes is scored once, on rank 0, and stops on all of them together.
+"""Ranks: a tensor-parallel model is scored on rank 0 and stops on all ranks together.
 
-    ranks = Ranks.of(model)                    # None where one process runs the model
-    ranks.scores                               # whether it is this process that scores
-    verdict = ranks.agree(verdict)             # at every token: what rank 0 decided
+    ranks = Ranks.of(model)                    # None for a single process
+    verdict = ranks.agree(verdict)             # at every token
 
-The residual stream is whole on every rank. A row that stopped on one rank alone would leave the others waiting for it
-for ever, so what an action decides is sent from rank 0. Every rank attaches, with the same rules.
+A row that stopped on one rank would block the others. Every rank attaches with the same rules.
 """
 
 from __future__ import annotations
@@ -16,25 +14,25 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from probemon.errors import NotSupportedHost
+from probemon.errors import UnsupportedModel
 from probemon.host.internals import tensor_parallel_size
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process among those that run the model."""
+    """This process among the model's."""
 
     rank: int
     n_ranks: int
 
     @staticmethod
     def of(model: Any) -> Ranks | None:
-        """The ranks of a tensor-parallel model. Raises `NotSupportedHost` where the processes form several groups."""
+        """Return a model's ranks, or None. Raises `UnsupportedModel` for several groups."""
         n_ranks = tensor_parallel_size(model)
         if n_ranks == 1:
             return None
         if dist.get_world_size() != n_ranks:
-            raise NotSupportedHost(
+            raise UnsupportedModel(
                 f"the model is spread over {n_ranks} of {dist.get_world_size()} processes: only tensor parallel over"
                 " all of them is supported"
             )
@@ -42,10 +40,10 @@ class Ranks:
 
     @property
     def scores(self) -> bool:
-        """Rank 0 does."""
+        """True on rank 0."""
         return self.rank == 0
 
     def agree(self, verdict: Tensor) -> Tensor:
-        """The verdict `[B]` of rank 0, on every rank."""
+        """Return rank 0's verdict `[B]` on every rank."""
         dist.broadcast(verdict, src=0)
         return verdict

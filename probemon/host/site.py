@@ -1,6 +1,6 @@
-"""Site: a place in a host that none of its names stand for, and what is read there.
+"""Site: a custom place in a model.
 
-Site("router.3", gate, read, width=8, layer=3)  # read(output of gate) is a tensor [B, T, 8]
+Site("router.3", gate, read, width=8, layer=3)
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class Site:
-    """A place that is none of the host's layers: `read` makes a tensor of the output of `module`, `[B, T, K]`.
+    """A custom place: `read` turns the output of `module` into `[B, T, K]`.
 
-    - `flat`: `[1, B * T, K]`, of a module that is given its tokens without rows
-    - `early`: it runs just before the forward that its output is of
-    - `width`: K, without which a compiled host leaves its graph here
-    - `layer`: the host's layer that `module` is in, and is to stay in; None where it is in none
-    - `attach`: puts on what else `read` needs, until a stack closes
+    - `flat`: `read` gives `[1, B * T, K]`
+    - `early`: `module` runs just before the forward that its output belongs to
+    - `width`: K; without it a compiled model breaks its graph
+    - `layer`: index of the layer around `module`, or None
+    - `attach`: installs further hooks
     """
 
     name: str

@@ -1,12 +1,9 @@
-"""Tap: hidden states of host layers to a callback. Reads only; always removed.
+"""Tap: passes hidden states of layers to a callback. Reads only; always removed.
 
     with Tap(model, ["resid_post.15"], callback):       # callback(site, hidden [B, T, D])
         model.generate(**inputs)
-    # a place of one's own, and what is read there
-    Tap(model, ["resid_post.15", Site("router.3", gate, read)], callback)
 
-Everything is resolved before anything is attached, so a bad site leaves no hook behind. In compiled code states go to
-`tap.buffers` where there was made room for them (`probemon.host.compiled`), else the graph is left for the callback.
+A bad site leaves no hook behind. Compiled code writes to `tap.buffers` if there is room, else its graph breaks.
 """
 
 from __future__ import annotations
@@ -21,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from probemon.core.probes import is_recurrent, parse_site
-from probemon.errors import NotSupportedHost
+from probemon.errors import UnsupportedModel
 from probemon.host.compiled import Buffers
 from probemon.host.internals import uncompiled
 from probemon.host.model import find_layers, site_module
@@ -33,12 +30,11 @@ Callback = Callable[[str, Tensor], None]
 
 
 class Tap:
-    """A `with` block around forward hooks on decoder layers. `resid_post.N` is the output of layer N (0-based).
+    """A `with` block around forward hooks, listed in `placed`.
 
-    `placed`: the hooks, once they are there.
-
-    `attn_out.N` and `mlp_out.N`: what its attention and its feed-forward block give, before it is added to the stream.
-    `ssm_state.N` and `delta.N` of recurrent layers: see `probemon.host.recurrent.state_sites`.
+    - `resid_post.N`: output of layer N (0-based)
+    - `attn_out.N`, `mlp_out.N`: its blocks' outputs, before they are added
+    - `ssm_state.N`, `delta.N`: see `probemon.host.recurrent.state_sites`
     """
 
     def __init__(self, model: Any, sites: Sequence[str | Site], callback: Callback) -> None:
@@ -53,7 +49,7 @@ class Tap:
         self._callback = callback
         self._layers = layers
         self._holders = [
-            (part, name) for part in decoder.modules() for name, one in part.named_children() if one is layers
+            (part, name) for part in decoder.modules() for name, child in part.named_children() if child is layers
         ]
         in_layer = [site.layer if isinstance(site, Site) else parse_site(site)[1] for site in sites]
         self._standing = {
@@ -84,26 +80,23 @@ class Tap:
         self._stack.close()
 
     def stands(self, site: str) -> bool:
-        """Whether what is read still stands where the site says: layers, and their blocks, may be removed, wrapped, or
-        change places.
-        """
+        """True if the site still names the same module: layers may be removed, wrapped or moved."""
         standing = self._standing.get(site)
-        if standing is None:  # a place outside of the layers
+        if standing is None:  # outside of the layers
             return True
         layers = self._layers
         return standing.holds(layers) and all(part._modules.get(name) is layers for part, name in self._holders)
 
     def _hook(self, site: str) -> Callable[[nn.Module, Any, Any], None]:
-        # torch.compiler.disable alone would do, but its wrapper takes longer than the hook, and most hosts are not
-        # compiled.
-        leave, buffers = torch.compiler.disable(self._callback), self.buffers
+        # Not always disabled: that wrapper is slower than the hook.
+        leave_graph, buffers = torch.compiler.disable(self._callback), self.buffers
         read = self.own[site].read if site in self.own else _first
 
         def hook(module: nn.Module, args: Any, output: Any) -> None:
             hidden = read(output)
             if not torch.compiler.is_dynamo_compiling():  # is_compiling is also true while another thread compiles
                 if not isinstance(hidden, Tensor):
-                    raise NotSupportedHost(
+                    raise UnsupportedModel(
                         f"{site} gives a {type(hidden).__name__}, expected a tensor [rows, tokens, hidden size] or a"
                         " tuple that begins with one"
                     )
@@ -111,16 +104,16 @@ class Tap:
             elif buffers.holds(site, hidden):
                 buffers.keep(site, hidden)
             else:
-                leave(site, hidden.detach())
+                leave_graph(site, hidden.detach())
 
         return hook
 
 
 @dataclass(frozen=True)
 class _Standing:
-    """Where a module stood: in which layer, and under which names in it; without any it is the layer itself."""
+    """A module's original layer and path; empty for the layer itself."""
 
-    number: str  # under which it is in the list
+    number: str  # name in the list
     layer: nn.Module
     names: tuple[str, ...]
     module: nn.Module
@@ -134,7 +127,7 @@ class _Standing:
         )
 
     def holds(self, layers: nn.ModuleList) -> bool:
-        """Whether it stands there still; what torch.compile put around it is no other module."""
+        """True if the module is still there, perhaps compiled."""
         part = layers._modules.get(self.number)
         if part is None or _inner(part) is not self.layer:
             return False
@@ -147,35 +140,31 @@ class _Standing:
 
 
 def _inner(part: nn.Module | None) -> nn.Module | None:
-    """`uncompiled`, in the way of every token, where a compiled module is rare."""
+    """`uncompiled`, but fast for every token."""
     return uncompiled(part) if part is not None and "_orig_mod" in part._modules else part
 
 
 def check_states(site: str, hidden: Tensor, shape: Sequence[int], width: int | None, *, floats: bool = True) -> None:
-    """Raise `NotSupportedHost` unless `hidden` is `[rows, tokens, width]` for a forward of `shape` (rows, tokens).
-
-    Every forward is checked before any token of it is scored: what a module gives is not known before it has run, and
-    a forward of our own at attach would run code of the host's that nobody asked for.
-    """
+    """Raise `UnsupportedModel` unless `hidden` is `[rows, tokens, width]` for a forward of `shape` (rows, tokens)."""
     n_rows, n_tokens = shape
     if hidden.dim() != 3 or tuple(hidden.shape[:2]) != (n_rows, n_tokens):
-        raise NotSupportedHost(
+        raise UnsupportedModel(
             f"{site} gives {tuple(hidden.shape)} for a forward of {n_rows} rows and {n_tokens} tokens, expected "
-            "[rows, tokens, hidden size]: which state is whose is unknown"
+            "[rows, tokens, hidden size]: which token each state belongs to is unknown"
         )
     if width is not None and hidden.shape[2] != width:
-        raise NotSupportedHost(
+        raise UnsupportedModel(
             f"{site} gives {hidden.shape[2]} values a token, the pack reads {width}: use a pack that was made for what"
             " this module gives"
         )
     if floats and not hidden.is_floating_point():
-        raise NotSupportedHost(f"{site} gives {hidden.dtype}, expected floating point: it is no hidden state")
+        raise UnsupportedModel(f"{site} gives {hidden.dtype}, expected floating point: this is not a hidden state")
 
 
 def ran_again(site: str) -> str:
-    """Return what an error says of a module that ran a second time in one forward."""
+    """Error text for a module that ran twice in one forward."""
     return (
-        f"{site} was run twice in one forward of the host (a layer that is shared, or a stack that loops): which of its"
+        f"{site} was run twice in one forward of the model (a shared layer, or a stack that loops): which of its"
         " states are the tokens' is unknown. Read a site that runs once"
     )
 
@@ -184,7 +173,7 @@ def _of_one_layer(layers: nn.ModuleList, site: str) -> nn.Module:
     module = site_module(layers, site)
     holders = [number for number, layer in enumerate(layers) if any(part is module for part in layer.modules())]
     if len(holders) > 1:
-        raise NotSupportedHost(
+        raise UnsupportedModel(
             f"site {site!r}: layers {', '.join(map(str, holders))} share one module, which therefore runs more than"
             " once in a forward: which of its states are the tokens' is unknown. Read a site that runs once"
         )

@@ -1,8 +1,8 @@
-"""Tokens of texts: which special ones a tokenizer puts around a text, and which tokens have given characters.
+"""Tokens of texts: special tokens, and tokens of given characters.
 
 before, after = special_tokens(tokenizer, "Whales sing.")
-ids = ids_of(tokenizer, prompt)                 # as the tokenizer gives them; a text's own BOS is not doubled
-counted(tokenizer, text, ids, [(12, 30)])       # [T] bool, also where a tokenizer does not say where tokens stand
+ids = ids_of(tokenizer, prompt)                 # a text's own BOS is not doubled
+counted(tokenizer, text, ids, [(12, 30)])       # [T] bool
 """
 
 from __future__ import annotations
@@ -18,28 +18,26 @@ from probemon.util.harmless_text import is_unicode
 
 
 def ids_of(tokenizer: Any, text: str) -> list[int]:
-    """Return the tokens of a text with the special tokens that the tokenizer adds; those before it are not added to a
-    text that begins with them, such as a rendered chat. Raises `ConfigError` for a text that no UTF-8 holds.
-    """
+    """Return a text's tokens; special tokens are not doubled. Raises `ConfigError` for invalid Unicode."""
     if not is_unicode(text):
         raise ConfigError("the text is not valid Unicode (a lone surrogate), which no tokenizer reads: give UTF-8")
     ids = [int(i) for i in tokenizer(text)["input_ids"]]
     try:
         before, _ = special_tokens(tokenizer, text)
-    except ConfigError:  # what it adds cannot be told, so nothing is left out
+    except ConfigError:  # unknown, so nothing is left out
         return ids
     n = len(before)
     return ids[n:] if n and begins_with(ids[n:], before) else ids
 
 
 def begins_with(ids: Sequence[int] | Ints, before: Sequence[int]) -> bool:
-    """Return whether a text's own tokens begin with the special tokens that would be put before it."""
+    """True if a text's tokens begin with the special tokens `before`."""
     return [int(i) for i in ids[: len(before)]] == list(before)
 
 
 def special_tokens(tokenizer: Any, text: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the special tokens that a tokenizer puts before a text, and after it. Raises `ConfigError`."""
-    # A tokenizer may leave out letters that it has not: the first sample that it keeps shows them.
+    """Return the special tokens before and after a text. Raises `ConfigError`."""
+    # Several samples, since tokenizers may drop unknown letters.
     for sample in ("a", "A", "0", ".", text):
         bare, whole = (
             [
@@ -55,40 +53,39 @@ def special_tokens(tokenizer: Any, text: str) -> tuple[tuple[int, ...], tuple[in
             return tuple(whole[: at[0]]), tuple(whole[at[0] + len(bare) :])
         if not whole:
             return (), ()
-    raise ConfigError("which special tokens its tokenizer adds cannot be told: use special_tokens='none'")
+    raise ConfigError("which special tokens its tokenizer adds is unknown: use special_tokens='none'")
 
 
 def counted(tokenizer: Any, text: str, ids: Sequence[int], ranges: Sequence[tuple[int, int]]) -> Mask:
-    """Return which tokens `[T]` of a text, without special tokens around it, have a character in one of the ranges.
+    """Return which tokens `[T]` of a text without special tokens have a character in a range.
 
-    A tokenizer that does not say where tokens stand is asked for the tokens of each beginning of the text that ends
-    where a range does. Raises `ConfigError` where those are not the first tokens of the whole.
+    Raises `ConfigError` if a slow tokenizer has a token across an edge.
     """
     if getattr(tokenizer, "is_fast", False):
         encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
         start, end = np.asarray(encoded["offset_mapping"], dtype=np.int64).reshape(-1, 2).T
         return in_ranges(start, end, ranges)
-    found, ids = np.zeros(len(ids), dtype=bool), list(ids)
+    mask, ids = np.zeros(len(ids), dtype=bool), list(ids)
     for begin, stop in ranges:
         edges = []
         for border in (begin, stop):
             head = list(tokenizer(text[:border], add_special_tokens=False)["input_ids"]) if border else []
             if ids[: len(head)] != head:
                 raise ConfigError(
-                    f"{type(tokenizer).__name__} does not say where its tokens stand in a text, and has one across"
+                    f"{type(tokenizer).__name__} does not say where its tokens are in a text, and has one across"
                     f" character {border}: take a fast tokenizer (use_fast=True)"
                 )
             edges.append(len(head))
-        found[edges[0] : edges[1]] = True
-    return found
+        mask[edges[0] : edges[1]] = True
+    return mask
 
 
 def in_ranges(start: Ints, end: Ints, ranges: Sequence[tuple[int, int]]) -> Mask:
-    """Return which tokens from `start` to `end` `[T]` have a character in one of the ranges."""
-    # Of a token of spaces alone many tokenizers say no more than where it ends.
+    """Return which tokens have a character in a range."""
+    # spaces often have an end only
     before = np.concatenate([[0], np.maximum.accumulate(end)])[:-1]
     start = np.where(start < end, start, np.minimum(start, before))
-    found = np.zeros(len(start), dtype=bool)
+    mask = np.zeros(len(start), dtype=bool)
     for first, last in ranges:
-        found |= (start < last) & (end > first)
-    return found
+        mask |= (start < last) & (end > first)
+    return mask

@@ -1,8 +1,7 @@
-"""Trials: a twin of a host (`probemon.host.twin`) run in one way, and how far its answer is from that of one forward.
+"""Trials: run a twin in one way, against a single forward.
 
 with isolated():
-    distance = try_way(twin, "beams")       # of the largest logit; an exception where the twin cannot be run so
-    site_shapes(twin), drops_mask(twin), blocks_with_stream(twin)
+    distance = try_way(twin, "beams")       # relative to the largest logit; raises if the twin cannot
 """
 
 from __future__ import annotations
@@ -17,22 +16,22 @@ import torch
 from torch import Tensor, nn
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 
-from probemon.errors import NotSupportedHost
+from probemon.errors import UnsupportedModel
 from probemon.host.model import find_layers, is_encoder_decoder, site_module
 from probemon.host.twin import VOCABULARY, own_randomness
 
-CACHES = ("past_key_values", "cache_params", "state", "mems", "past_buckets_states")  # what hosts call it
+CACHES = ("past_key_values", "cache_params", "state", "mems", "past_buckets_states")  # names in various models
 PADDING_AFTER, MORE_AFTER, AGAIN = "padding after", "more after", "again"
 PADDING_BEFORE, GAP_AS_RUN = "padding before", "gap, as run"
 ROWS = ((1, 44, 3, 17, 8, 44, 3), (5, 9, 13, 7, 21, 22, 23))
 NEW = 5
-Kind = tuple[str, str, str]  # of a site: the word, and the classes of layer and module
+Kind = tuple[str, str, str]  # site kind, classes of layer and module
 BLOCKS = ("attn_out", "mlp_out")
 
 
 @dataclass(frozen=True)
 class TriedWay:
-    """One way of running a host: its name, what a host that fails it cannot do, what to do instead, options."""
+    """A way of running a model, with parts of error messages."""
 
     name: str
     cannot: str
@@ -41,7 +40,6 @@ class TriedWay:
 
 
 def _forward_ways() -> dict[str, TriedWay]:
-    """Plain forwards with a mask, with padding, without position_ids."""
     kinds = {
         "whole": ("a plain forward", "of one length, or row by row"),
         "forward": ("a plain forward on a used cache", "with use_cache=False and all tokens, or use generate()"),
@@ -127,7 +125,7 @@ WAYS = {
         (("prompt_lookup_num_tokens", 2),),
     ),
     "beside": TriedWay(
-        "a generate() beside another",
+        "a generate() alongside another",
         "keep the states of two sequences apart: they are inside its modules",
         "Generate one after the other",
     ),
@@ -152,7 +150,7 @@ WAYS = {
 
 @contextmanager
 def isolated() -> Iterator[None]:
-    """Keep what is in force around the caller (autocast, device) from the twin, and the twin from global randomness."""
+    """Isolate the twin from autocast, device and random state."""
     with (
         torch.inference_mode(False),
         own_randomness(0),
@@ -164,7 +162,7 @@ def isolated() -> Iterator[None]:
 
 
 def _inputs(model: Any, ids: Tensor, first: int = 0) -> dict[str, Tensor]:
-    """Rows `ids [B, T]` of a decoder; an encoder is given row `first` of `ROWS` and those after it."""
+    """Inputs for decoder rows `[B, T]`; an encoder gets `ROWS` from `first` on."""
     return (
         {"input_ids": torch.tensor(ROWS)[first : first + len(ids)], "decoder_input_ids": ids}
         if is_encoder_decoder(model)
@@ -173,19 +171,18 @@ def _inputs(model: Any, ids: Tensor, first: int = 0) -> dict[str, Tensor]:
 
 
 def _logits(output: Any) -> Tensor:
-    """The logits of an output, or of a bare decoder its last hidden states."""
+    """Logits, or a bare decoder's hidden states."""
     logits = getattr(output, "logits", None)
     answer: Tensor = logits if logits is not None else output.last_hidden_state
     return answer
 
 
 def _caches(output: Any) -> dict[str, Any]:
-    """The caches of an output by name."""
     return {name: getattr(output, name) for name in CACHES if getattr(output, name, None) is not None}
 
 
 def _truth(model: Any, ids: Tensor, row: int = 0) -> Tensor:
-    """The logits `[T, V]` of one row `[1, T]`, row `row` of its batch, in one forward without a cache."""
+    """Logits `[T, V]` of one row in a single forward."""
     return _logits(model(**_inputs(model, ids, row), use_cache=False))[0]
 
 
@@ -194,9 +191,7 @@ def _distance(answer: Tensor, truth: Tensor) -> float:
 
 
 def try_way(model: Any, way: str) -> float:
-    """How far the twin's answer, run in one of `WAYS`, with more after a row or once more, is from the truth, of the
-    largest.
-    """
+    """Return the twin's distance from a single forward, relative to the largest logit."""
     if way == AGAIN:
         return _try_again(model)
     if way in (PADDING_BEFORE, GAP_AS_RUN):
@@ -209,7 +204,7 @@ def try_way(model: Any, way: str) -> float:
 
 
 def _try_generate(model: Any, way: str) -> float:
-    # What its own configuration says of ends, penalties and forced tokens does not matter here.
+    # Ignore the model's own ends, penalties and forced tokens.
     model.generation_config = GenerationConfig(bos_token_id=1, decoder_start_token_id=1)
     config = GenerationConfig(
         max_new_tokens=NEW,
@@ -222,7 +217,7 @@ def _try_generate(model: Any, way: str) -> float:
         output_logits=True,
         output_scores=True,
     )
-    # Options beside a configuration are warned of; what update() gives back is none of a configuration's.
+    # update() returns options outside of the configuration
     options: dict[str, Any] = {"generation_config": config, **config.update(**dict(WAYS[way].options))}
     masked = _MASKED.get(way, range(0))
     ids = torch.tensor(ROWS if way.startswith(("padded", "gap", "beams", "decoder")) else ROWS[:1])
@@ -232,14 +227,14 @@ def _try_generate(model: Any, way: str) -> float:
         if not is_encoder_decoder(model):
             raise NotImplementedError("its prompt is no other's")
         prompt = _with_columns(torch.tensor([(1, *row[1:]) for row in ROWS]), masked)
-        # Another start token would be put before one of another kind.
+        # A different start token would be inserted.
         options |= {"decoder_input_ids": prompt.clamp_min(1), "decoder_attention_mask": (prompt != 0).long()}
         masked = range(0)
     if way.startswith("turn"):
         first_turn = model.generate(ids, **options)
         options[_name_of_cache(model)] = list(_caches(first_turn).values())[0]
         ids = torch.cat([first_turn.sequences, torch.tensor([[30, 31, 32]])], dim=1)
-        options["attention_mask"] = torch.ones_like(ids)  # what was generated may look like padding
+        options["attention_mask"] = torch.ones_like(ids)  # generated tokens may look like padding
     elif masked:
         ids = _with_columns(ids, masked)
     if masked:
@@ -259,7 +254,7 @@ def _try_generate(model: Any, way: str) -> float:
     )
 
 
-# Of generations: of a prompt of 7 tokens, or of a first turn of 12 of which all but the last were read.
+# For a prompt of 7 tokens, or a first turn of 12.
 _MASKED = {
     "padded": range(3),
     "padded, no cache": range(3),
@@ -272,7 +267,7 @@ _MASKED = {
 
 
 def _with_columns(ids: Tensor, columns: range) -> Tensor:
-    """Rows `[B, T]` with columns of padding among theirs."""
+    """Insert columns of padding into rows `[B, T]`."""
     padding = torch.zeros(len(ids), len(columns), dtype=ids.dtype)
     return torch.cat([ids[:, : columns.start], padding, ids[:, columns.start :]], dim=1)
 
@@ -283,7 +278,7 @@ def _name_of_cache(model: Any) -> str:
 
 
 def _distance_of_beams(model: Any, out: Any, width: int) -> float:
-    """The score that each sequence was chosen by, against the mean log probability of its tokens; of the latter."""
+    """Compare beams' scores with their mean log probabilities."""
     worst = 0.0
     for row, sequence in enumerate(out.sequences):
         log_probabilities = _truth(model, sequence[None, :-1], row).log_softmax(-1)[width - 1 :]
@@ -293,7 +288,7 @@ def _distance_of_beams(model: Any, out: Any, width: int) -> float:
 
 
 class _AnotherSequence(LogitsProcessor):
-    """After each step of a sequence, another begins to be read."""
+    """Starts another sequence after each step."""
 
     def __init__(self, model: Any) -> None:
         self._model = model
@@ -304,7 +299,7 @@ class _AnotherSequence(LogitsProcessor):
 
 
 def _try_forwards(model: Any, way: str) -> float:
-    """A row whole, or in pieces, each going on from the cache that the one before gave."""
+    """Read a row whole, or in pieces through a cache."""
     width = len(ROWS[0])
     masked = range(3) if "padded" in way else range(2, 5) if "gapped" in way else range(0)
     n_padding = len(masked)
@@ -315,7 +310,7 @@ def _try_forwards(model: Any, way: str) -> float:
     rows, answers, at = [torch.tensor([row]) for row in ROWS], [], 0
     for size in pieces:
         for i, row in enumerate(rows[: 1 + (way == "forwards beside")]):
-            begin = at + n_padding if at else 0  # padding comes with the first piece
+            begin = at + n_padding if at else 0  # padding is in the first piece
             end = at + size + n_padding
             padded = _with_columns(row, masked)
             real = torch.tensor([column not in masked for column in range(end)])
@@ -335,39 +330,39 @@ def _try_forwards(model: Any, way: str) -> float:
 
 
 def _try_after(model: Any, padding: bool) -> float:
-    """A row that goes on, by padding or more tokens, against the same row alone: both longer than a short window."""
+    """A row followed by padding or tokens, against the row alone."""
     short, long = torch.tensor([ROWS[0] * 4]), torch.tensor([ROWS[1] * 6])
     ids = torch.cat([torch.cat([short, torch.zeros_like(long) if padding else long], dim=1)[:, : long.shape[1]], long])
     mask = torch.ones_like(ids)
     mask[0, short.shape[1] :] = int(not padding)
     decoder, _ = find_layers(model)
-    # The long rows first: a short one makes some hosts (big_bird) read all that comes after it in another way.
-    beside, alone = (
+    # Long rows first: a short one changes big_bird's attention.
+    followed, alone = (
         _logits(decoder(input_ids=x, attention_mask=y, use_cache=False))
         for x, y in ((ids, mask), (short, torch.ones_like(short)))
     )
-    return _distance(beside[0, : short.shape[1]], alone[0])
+    return _distance(followed[0, : short.shape[1]], alone[0])
 
 
 def _try_among(model: Any, masked: range) -> float:
-    """The first step of a row with masked columns among its own, against that of the row alone: both as they run."""
+    """The first step with masked columns, against that without."""
     if is_encoder_decoder(model):
         raise NotImplementedError("what its prompt is does not go on")
     model.generation_config = GenerationConfig(bos_token_id=1)
     options: dict[str, Any] = {"max_new_tokens": 1, "do_sample": False, "pad_token_id": 0, "eos_token_id": VOCABULARY}
     ids = torch.tensor([ROWS[1] * 3])
     padded = _with_columns(ids, masked)
-    alone, beside = (
+    alone, gapped = (
         model.generate(
             x, attention_mask=(x != 0).long(), return_dict_in_generate=True, output_logits=True, **options
         ).logits[0]
         for x in (ids, padded)
     )
-    return _distance(beside, alone)
+    return _distance(gapped, alone)
 
 
 def _try_again(model: Any) -> float:
-    """A long row after a short one, against the same row before it."""
+    """A long row before and after a short one."""
     short, long = torch.tensor([ROWS[0][:3]]), torch.tensor([ROWS[1] * 3])
     decoder, _ = find_layers(model)
     before, _, after = (_logits(decoder(input_ids=ids, use_cache=False)) for ids in (long, short, long))
@@ -375,7 +370,7 @@ def _try_again(model: Any) -> float:
 
 
 def drops_mask(model: Any) -> bool:
-    """Whether a mask of the outer forward does not come to the decoder."""
+    """True if the decoder does not receive the mask."""
     decoder, _ = find_layers(model)
     ids = torch.tensor(ROWS)
     if decoder is model or is_encoder_decoder(model):
@@ -389,7 +384,7 @@ def drops_mask(model: Any) -> bool:
     handle = decoder.register_forward_pre_hook(note, with_kwargs=True)
     try:
         model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False)
-    except Exception:  # it takes no mask, and says so
+    except Exception:  # it takes no mask
         return False
     finally:
         handle.remove()
@@ -397,40 +392,37 @@ def drops_mask(model: Any) -> bool:
 
 
 def site_shapes(model: Any) -> dict[Kind, tuple[int, ...]]:
-    """The shapes that each kind of site gives for two rows: of a host that needs more than tokens (sound, pictures)
-    those of what ran before it said so, maybe none.
-    """
+    """Return each kind of site's shape for two rows; models that need more than tokens may give none."""
     return {kind: tuple(hidden.shape) for kind, hidden in _given(model, ("resid_post", *BLOCKS)).items()}
 
 
 def blocks_with_stream(model: Any) -> set[Kind]:
-    """The kinds of blocks that give the stream, too: with weights of zero they give something. Changes the weights."""
+    """Return the kinds of blocks that add the stream: nonzero with zero weights. Changes the weights."""
     for _, _, block in _modules(model, BLOCKS):
         for name, parameter in block.named_parameters():
-            # Norms scale by one still: what they stand behind is zero, or the stream.
+            # Norms keep scale one; their input is zero or the stream.
             parameter.fill_(float(parameter.dim() == 1 and name.endswith("weight")))
-    given = _given(model, BLOCKS)
-    return {kind for kind, hidden in given.items() if hidden.is_floating_point() and float(hidden.abs().max()) > 0}
+    outputs = _given(model, BLOCKS)
+    return {kind for kind, hidden in outputs.items() if hidden.is_floating_point() and float(hidden.abs().max()) > 0}
 
 
 def _modules(model: Any, words: Iterable[str]) -> Iterator[tuple[str, nn.Module, nn.Module]]:
-    """The sites of the layers: word, layer and module."""
     _, layers = find_layers(model)
     for at, layer in enumerate(layers):
         for word in words:
-            with suppress(NotSupportedHost):
+            with suppress(UnsupportedModel):
                 yield word, layer, site_module(layers, f"{word}.{at}")
 
 
 def _given(model: Any, words: Iterable[str]) -> dict[Kind, Tensor]:
-    """What each kind of site gives for two rows, as it was when it was given."""
-    given: dict[Kind, Tensor] = {}
+    """Each kind of site's output for two rows."""
+    outputs: dict[Kind, Tensor] = {}
 
     def noting(kind: Kind) -> Callable[..., None]:
         def hook(module: Any, args: Any, output: Any) -> None:
             hidden = output[0] if isinstance(output, (tuple, list)) else output
             if isinstance(hidden, Tensor):
-                given[kind] = hidden.clone()
+                outputs[kind] = hidden.clone()
 
         return hook
 
@@ -440,9 +432,9 @@ def _given(model: Any, words: Iterable[str]) -> dict[Kind, Tensor]:
     ]
     try:
         model(**_inputs(model, torch.tensor(ROWS)), use_cache=False)
-    except Exception:  # of every kind: it is of a foreign forward, which was not written for tokens alone
+    except Exception:  # it may need other inputs
         pass
     finally:
         for handle in handles:
             handle.remove()
-    return given
+    return outputs

@@ -1,11 +1,9 @@
-"""Twin: a tiny host of the same class, to try on it what must not be tried on the host that is watched.
+"""Twin: a tiny model of the same class, for trials that must not touch the watched model.
 
-    config = shrunken(model.config)         # the same kinds of layers, each once or twice; 32 values wide
-    model = twin(type(model), config)       # random weights on the CPU; the global random state is as it was
+    config = shrunken(model.config)         # every kind of layer, 32 values wide
+    model = twin(type(model), config)       # random weights on the CPU
 
-What a host can do (go on from a state, reorder its beams) lies in its code and in which kinds of layers it has, not in
-its size or its weights. A twin leaves no trace on the host: none of its modules, hooks, caches and random numbers is
-used.
+Abilities depend on code and kinds of layers, not on size. Global randomness is not used.
 """
 
 from __future__ import annotations
@@ -19,11 +17,11 @@ import torch
 from probemon.host.internals import intercept_operators, with_generator
 
 WIDTH, VOCABULARY, N_LAYERS, MOST_LAYERS = 32, 97, 3, 6
-MOST_PARAMETERS = 100_000_000  # of a twin: a host with parts that are not known here may stay large, and is not tried
-UNCROSSED = 64  # a window that is longer than every trial
+MOST_PARAMETERS = 100_000_000  # larger twins are not tried
+UNCROSSED = 64  # a window longer than any trial
 _LENGTHS = "num_hidden_layers n_layer n_layers num_layers decoder_layers num_decoder_layers encoder_layers"
 _LENGTHS += " num_encoder_layers depth"
-_NAMES: dict[float, str] = {  # what configurations call their sizes, by what is left of them
+_NAMES: dict[float, str] = {  # configurations' names of sizes, by their small value
     32: (
         "hidden_size d_model n_embd dim_model word_embed_proj_dim embedding_size emb_dim embedding_dim lru_width "
         "attention_hidden_size input_embedding_size output_embedding_size hidden_size_global "
@@ -75,16 +73,15 @@ _WINDOWS = (
     "attention_chunk_size",
     "keep_window_size",
     "window_size",
-    "index_topk",  # tokens that attention chooses: beyond so many it leaves others out
+    "index_topk",  # the number of tokens that attention selects
 )
 _INNER_WIDTHS = (("expand", "num_heads", "head_dim"), ("mamba_expand", "mamba_n_heads", "mamba_d_head"))
 
 
 def shrunken(config: Any, window: int = UNCROSSED, **changes: Any) -> Any:
-    """A small configuration of the same class, with every kind of layer; `changes` are made to its text part.
+    """Return a small configuration with every kind of layer; `changes` apply to its text part.
 
-    `window`: the longest that a window of attention may be, and if that is `UNCROSSED` how long every window is. What a
-    host does beyond one says nothing of what is within.
+    `window`: the longest attention window; `UNCROSSED` sets all of them.
     """
     data = config.to_dict()
     small = _shrunken(config, data, {**SIZES, **dict.fromkeys(_WINDOWS, window)})
@@ -98,8 +95,8 @@ def shrunken(config: Any, window: int = UNCROSSED, **changes: Any) -> Any:
 
 
 def window_of(config: Any) -> int | None:
-    """The shortest window of attention that a configuration names, its parts' included; None without any."""
-    # Not by to_dict(), which copies all of it: every plain forward asks.
+    """Return the shortest attention window, or None."""
+    # Not to_dict(), which copies: every plain forward calls this.
     values = vars(config)
     parts = [vars(part) if hasattr(part, "to_dict") else part for part in values.values()]
     parts = [part for part in parts if isinstance(part, dict)]
@@ -110,16 +107,16 @@ def window_of(config: Any) -> int | None:
 
 def _shrunken(config: Any, data: dict[str, Any], sizes: dict[str, Any]) -> dict[str, Any]:
     small = copy.deepcopy(data)
-    if _is_number(data.get("qk_rope_head_dim")):  # latent attention: every head has its keys, and turns a part of them
+    if _is_number(data.get("qk_rope_head_dim")):  # latent attention: keys per head, partly rotated
         sizes |= {"num_key_value_heads": 4, "head_dim": sizes["qk_rope_head_dim"]}
-    if "n_mamba_heads" in data:  # zamba's attention reads two streams side by side
+    if "n_mamba_heads" in data:  # zamba's attention reads two streams
         sizes |= {"attention_hidden_size": 2 * WIDTH, "attention_head_dim": 2 * WIDTH // 4, "num_key_value_heads": 4}
     names = [name for name in _LENGTHS.split() if isinstance(data.get(name), int)]
     n_layers = max((int(data[name]) for name in names), default=0)
     chosen = _layers(data, n_layers)
-    usual = {own: name for name, own in (getattr(config, "attribute_map", None) or {}).items()}
+    common_names = {name_here: name for name, name_here in (getattr(config, "attribute_map", None) or {}).items()}
     for name, value in data.items():
-        size = sizes.get(name, sizes.get(usual.get(name, "")))
+        size = sizes.get(name, sizes.get(common_names.get(name, "")))
         if name in names:
             small[name] = len(chosen)
         elif size is not None and (
@@ -145,22 +142,22 @@ def _shrunken(config: Any, data: dict[str, Any], sizes: dict[str, Any]) -> dict[
 
 
 def _fit(data: dict[str, Any], *names: str) -> bool:
-    """Whether heads make up the inner width of a recurrent layer."""
+    """True if heads fill a recurrent layer's width."""
     sizes: list[Any] = [data.get(name) for name in ("hidden_size", *names)]
     return all(map(_is_number, sizes)) and sizes[0] * sizes[1] == sizes[2] * sizes[3]
 
 
 def _layers(data: dict[str, Any], n: int) -> list[int]:
-    """The layers to keep: the first of each kind, and some more so that there are three."""
+    """The first layer of each kind, then up to three."""
     lists = [value for name, value in data.items() if _per_layer(name, value, n)]
     members = [set(value) for name, value in data.items() if _indices(name, value, n)]
-    other = {int(i): part for i, part in (data.get("per_layer_config") or {}).items()}
+    settings = {int(i): part for i, part in (data.get("per_layer_config") or {}).items()}
     kinds: dict[str, list[int]] = {}
     for i in range(n):
-        kind = repr([value[i] for value in lists] + [i in value for value in members] + [other.get(i)])
+        kind = repr([value[i] for value in lists] + [i in value for value in members] + [settings.get(i)])
         kinds.setdefault(kind, []).append(i)
     chosen = {same[0] for same in list(kinds.values())[:MOST_LAYERS]}
-    # Some hosts share weights between two layers of the rarer kind.
+    # Rarer kinds may share weights.
     for i in (i for same in reversed(kinds.values()) for i in same[1:]):
         if len(chosen) >= min(n, N_LAYERS):
             break
@@ -190,12 +187,12 @@ def _indices(name: str, value: Any, n: int) -> bool:
 
 def _token(value: Any) -> Any:
     if isinstance(value, list):
-        return [_token(one) for one in value]
+        return [_token(item) for item in value]
     return VOCABULARY - 1 - value % 16 if isinstance(value, int) and value >= VOCABULARY else value
 
 
 def own_randomness(seed: int) -> AbstractContextManager[Any]:
-    """Draw random numbers in this thread from a generator of its own, so that the global one is not moved."""
+    """Draw this thread's random numbers from a separate generator."""
     generator = torch.Generator().manual_seed(seed)
 
     def run(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -209,9 +206,9 @@ def own_randomness(seed: int) -> AbstractContextManager[Any]:
 
 
 def twin(kind: type, config: Any, seed: int = 0) -> Any:
-    """A model of class `kind` on the CPU, in fp32, its random weights large enough that every layer matters.
+    """Return a model of class `kind`, fp32 on the CPU, with random weights large enough to matter.
 
-    Raises `ValueError` where it has too many of them.
+    Raises `ValueError` above `MOST_PARAMETERS`.
     """
     with torch.device("meta"), own_randomness(seed):
         n_parameters = sum(parameter.numel() for parameter in kind(copy.deepcopy(config)).parameters())
@@ -235,7 +232,7 @@ def twin(kind: type, config: Any, seed: int = 0) -> Any:
 
 
 def _fill_zeros(model: Any) -> None:
-    """Draw what is learnt and begins as zeros, the embedding of padding and biases: it would hide what padding does."""
+    """Randomise padding embeddings and biases: zeros hide padding."""
     for module in model.modules():
         padding = getattr(module, "padding_idx", None)
         if isinstance(module, torch.nn.Embedding) and isinstance(padding, int):

@@ -1,11 +1,10 @@
-"""Breaker: errors of scoring end no generation; after some of them scoring pauses, is tried again, and comes back.
+"""Breaker: pauses scoring after repeated errors, which would otherwise end the generation.
 
     with manager.attach(model, tokenizer, breaker=Breaker(errors=3, within=60.0, retry_after=5.0)) as run:
         model.generate(**inputs)
-    run.breaker.state                      # "closed": scoring is on; "open": it pauses; "half-open": it is tried
+    run.breaker.state                      # "closed": scoring; "open": paused; "half-open": trying again
 
-Without a breaker an error in scoring ends the generation. With one the tokens are unseen, and say why; the error is in
-`run.failures`; what follows of it is said by each rule's `on_blind`.
+Tokens are then unseen; errors are in `run.failures`.
 """
 
 from __future__ import annotations
@@ -22,15 +21,15 @@ from probemon.util.checks import check_count, check_number
 
 CLOSED, HALF_OPEN, OPEN = "closed", "half-open", "open"
 SCORING_FAILED = "scoring failed"
-PAUSED = "the breaker is open: scoring failed, and pauses"
-JITTER = 0.1  # of a pause, at random, so that many processes do not try again at once
-LONGEST = 16  # a pause is doubled up to so many times the first
+PAUSED = "the breaker is open: scoring failed and is paused"
+JITTER = 0.1  # random share of a pause: processes should not retry together
+LONGEST = 16  # limit of a pause, in first pauses
 
 
 @dataclass(frozen=True)
 class Breaker:
-    """Scoring pauses after so many `errors` within `within` seconds, for `retry_after` seconds, or after a try that
-    failed for twice as long as before, up to 16 times as long. Raises `ConfigError`.
+    """Pauses scoring for `retry_after` seconds after `errors` errors within `within` seconds; a failed retry doubles
+    the pause. Raises `ConfigError`.
     """
 
     errors: int = 3
@@ -44,7 +43,7 @@ class Breaker:
 
 
 class Circuit:
-    """What is open or closed, of one run and all its threads. `clock()`: seconds; `draw()`: from 0 to 1."""
+    """The state of a breaker. `clock()`: seconds; `draw()`: from 0 to 1."""
 
     def __init__(
         self,
@@ -58,7 +57,7 @@ class Circuit:
         self._pause, self._until = breaker.retry_after, 0.0
 
     def pauses(self) -> bool:
-        """Whether what comes now is not to be scored. When a pause ends, one caller is told that it may try."""
+        """Return whether to skip scoring. After a pause, one caller may try."""
         if self.state == CLOSED:
             return False
         with self._lock:
@@ -69,25 +68,25 @@ class Circuit:
 
     @property
     def pausing(self) -> bool:
-        """Whether a pause lasts: what comes now will not even be tried."""
+        """True during a pause."""
         with self._lock:
             return self.state == OPEN and self._clock() < self._until
 
     def succeeded(self) -> None:
-        """Note that something was scored: a try ends the pause."""
+        """Report success, which ends a pause."""
         if self.state == HALF_OPEN:
             with self._lock:
                 self.state, self._pause = CLOSED, self.breaker.retry_after
                 self._errors.clear()
 
     def untold(self) -> None:
-        """Note that what was tried was thrown away, so that nobody knows: the next one may try."""
+        """Report a discarded try."""
         if self.state == HALF_OPEN:
             with self._lock:
                 self.state, self._until = OPEN, self._clock()
 
     def failed(self) -> None:
-        """Note that scoring raised."""
+        """Report an error."""
         with self._lock:
             now = self._clock()
             self.n_errors += 1
@@ -101,14 +100,14 @@ class Circuit:
                 self._until = now + self._pause * (1 + JITTER * self._draw())
 
     def check(self) -> Check:
-        """Say whether scoring pauses, as a check of the run's health."""
+        """Return the check for the run's health."""
         if self.state == CLOSED:
             past = f", after {self.n_errors:,} errors and {self.n_opened:,} pauses" if self.n_errors else ""
             return Check("breaker", OK, f"scoring is on{past}")
-        remedy = "See run.failures for what scoring raised; what comes meanwhile is not watched."
+        remedy = "See run.failures for the errors; tokens are not watched meanwhile."
         return Check("breaker", FAILED, f"scoring pauses ({self.state}), after {self.n_errors:,} errors", remedy)
 
 
 def unscored(error: Exception) -> str:
-    """Return why tokens have no scores whose scoring raised `error`; its words may be new with every token."""
+    """Return the reason of unscored tokens; messages may vary by token."""
     return f"{SCORING_FAILED}: {type(error).__name__}"

@@ -1,8 +1,8 @@
-"""Canary: a short generation through our taps, and the same one without them, of whose states scores are made anew.
+"""Canary: compares a short watched generation with an unwatched one.
 
 canary = Canary(manager, model, tokenizer)
-song = canary.sing()                  # watched; Blind where a token of it is unseen
-canary.compare(song)                  # the largest difference of a score from a plain run's; Blind where it is large
+song = canary.sing()
+canary.compare(song)                  # the largest difference of a score
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from probemon.host.tap import Tap
 from probemon.monitor.health import Health
 from probemon.monitor.run import MonitorRun, RunOptions
 
-MOST_DIFFERENCE = 1e-3  # of a score: kernels of a GPU may add up in another order
+MOST_DIFFERENCE = 1e-3  # of a score: GPU kernels may sum in another order
 _TEXT = "The canary sings of ships and whales."
 
 
 @dataclass(frozen=True)
 class Song:
-    """What a watched canary gave: the ids `[1, L]`, the scores of every token but the last, the health of its run.
+    """A watched generation: ids `[1, L]`, scores of all tokens but the last, health.
 
-    `hook_seconds`: of a generated token, in our hooks, the median.
+    `hook_seconds`: median per generated token
     """
 
     out: Tensor
@@ -46,17 +46,17 @@ class Song:
 
 
 class Canary:
-    """`generate`: more arguments of the host's `generate`. Any thread may let it sing: it watches itself alone."""
+    """Generates one text again and again; `generate`: further arguments of `model.generate`."""
 
     def __init__(self, manager: Scorer, model: Any, tokenizer: Any, *, n_tokens: int = 2, **generate: Any) -> None:
         self._manager, self._model, self._tokenizer, self._n_tokens = manager, model, tokenizer, n_tokens
         self._ids = torch.tensor([list(tokenizer(_TEXT)["input_ids"])], device=model.device)
         self._options = {"max_new_tokens": n_tokens, "min_new_tokens": n_tokens, "do_sample": False, "num_beams": 1}
         self._options |= generate
-        self.plain_seconds = float("nan")  # of a token of the last plain run
+        self.plain_seconds = float("nan")  # per token
 
     def sing(self) -> Song:
-        """Generate, watched. Raises `Blind`."""
+        """Generate, watched. Raises `Blind` if a token is unseen."""
         try:
             with MonitorRun(self._manager, self._model, self._tokenizer, options=RunOptions(one_thread=True)) as run:
                 out = self._generate()
@@ -71,10 +71,8 @@ class Canary:
         return Song(out, result.scores.take(np.arange(n_tokens - 1)), run.health(), statistics.median(seconds))
 
     def compare(self, song: Song) -> float:
-        """Return how far scores of a song are at most from those of all probes on the states of an unwatched run.
-
-        The states are read by hooks of torch, forward by forward (of recurrent layers, by a tap of ours). Raises
-        `Blind`, also where the unwatched run generates another text.
+        """Return the largest difference from scores of all probes on an unwatched run's states. Raises `Blind` if text
+        or scores differ.
         """
         out, states = self._plain()
         if not torch.equal(out, song.out):
@@ -94,16 +92,16 @@ class Canary:
         return getattr(out, "sequences", out)
 
     def _plain(self) -> tuple[Tensor, dict[str, Tensor]]:
-        """Generate unwatched; return the ids `[1, L]`, and the states of every token but the last, `{site: [T, D]}`."""
-        host, sites = unwrap(self._model), list(self._manager.pack.sites)
-        seen: dict[str, list[Tensor]] = {site: [] for site in sites}
-        _, layers = find_layers(host)
-        singing = threading.get_ident()
+        """Return ids `[1, L]` and states `{site: [T, D]}` of an unwatched run, without the last token."""
+        model, sites = unwrap(self._model), list(self._manager.pack.sites)
+        states_by_site: dict[str, list[Tensor]] = {site: [] for site in sites}
+        _, layers = find_layers(model)
+        thread = threading.get_ident()
 
         def keep(site: str, hidden: Tensor) -> None:
-            if threading.get_ident() != singing:
+            if threading.get_ident() != thread:
                 return
-            seen[site].append(hidden.detach().reshape(-1, hidden.shape[-1]).clone())
+            states_by_site[site].append(hidden.detach().reshape(-1, hidden.shape[-1]).clone())
 
         def hook(site: str) -> Callable[[Any, Any, Any], None]:
             return lambda module, args, output: keep(site, output[0] if isinstance(output, (tuple, list)) else output)
@@ -111,19 +109,19 @@ class Canary:
         with ExitStack() as stack:
             recurrent = [site for site in sites if is_recurrent(site)]
             if recurrent:
-                stack.enter_context(Tap(host, recurrent, keep))
+                stack.enter_context(Tap(model, recurrent, keep))
             for site in sites:
                 if site not in recurrent:
                     stack.callback(site_module(layers, site).register_forward_hook(hook(site)).remove)
-            begun = time.perf_counter()
+            started = time.perf_counter()
             out = self._generate()
-            self.plain_seconds = (time.perf_counter() - begun) / self._n_tokens
-        return out, {site: torch.cat(states) for site, states in seen.items()}
+            self.plain_seconds = (time.perf_counter() - started) / self._n_tokens
+        return out, {site: torch.cat(states) for site, states in states_by_site.items()}
 
 
 def differ(song: Scores, first: Scores) -> str:
-    """Return in what the scores of one song differ from those of an earlier one, "" where they are the same."""
+    """Return how two songs' scores differ, or ""."""
     if not np.array_equal(song.ptr, first.ptr) or not np.array_equal(song.probes, first.probes):
-        return "the canary's active concepts are others"
+        return "the canary's active concepts are different"
     difference = float(np.abs(song.values - first.values).max(initial=0.0))
-    return "" if difference <= MOST_DIFFERENCE else f"the canary's scores are others, by {difference:.2g},"
+    return "" if difference <= MOST_DIFFERENCE else f"the canary's scores are different, by {difference:.2g},"

@@ -1,8 +1,7 @@
-"""Change: what `MonitorRun.update` changes, checked whole before any of it holds.
+"""Change: an update of `MonitorRun`, checked before it is applied.
 
 change = Change.of(manager, old, deployment, rules, always_on, exclude)
-check_beams(change.new_rules)                         # while beams run
-change.make(watches)                                  # the number of the state that holds from then on
+change.make(watches)                                  # number of the new state
 """
 
 from __future__ import annotations
@@ -22,9 +21,7 @@ from probemon.util.checks import check_mappings
 
 
 class DeploymentFile(Protocol):
-    """A file that says what is watched and what follows, as `probemon.ops.deployment` reads it: the seam by which a run
-    holds to one.
-    """
+    """A file that says what is watched (`probemon.ops.deployment`)."""
 
     sha256: str
     name: str
@@ -32,42 +29,42 @@ class DeploymentFile(Protocol):
 
     @classmethod
     def read(cls, path: str | Path) -> DeploymentFile:
-        """Read another one."""
+        """Read another file."""
 
     @property
-    def names_host(self) -> bool:
-        """Whether it says which model it is for."""
+    def names_model(self) -> bool:
+        """True if it names its model."""
 
     @property
     def says_what_follows(self) -> bool:
-        """Whether it has rules, which say what follows at a token that was not seen."""
+        """True if it has rules."""
 
     @property
     def breaker(self) -> Any:
-        """Return when errors of scoring pause it, None where it does not say."""
+        """Return its breaker, or None."""
 
     def check_host(self, pack: AnyPack, model: Any) -> None:
-        """Raise `HostMismatch` where a model is not the one that it names."""
+        """Raise `ModelMismatch` for another model."""
 
     def followers(self, pack: AnyPack, given: Sequence[Any]) -> list[Any]:
-        """Return what hears a run by it, beside what the run is `given`."""
+        """Return its followers; `given`: the run's."""
 
     def show(self, pack: AnyPack) -> None:
-        """Show its metrics from now on; raise where something that it needs is not installed."""
+        """Show its metrics; raise if a dependency is missing."""
 
     def rules(self, pack: AnyPack) -> list[Rule]:
         """Return its rules."""
 
     def changed_by(self, newer: Any, manager: Scorer) -> tuple[list[Rule], list[str], list[str]]:
-        """Check a newer file; return its rules, what is always on, and what is excluded."""
+        """Check a newer file; return its rules, `always_on` and `exclude`."""
 
     def check_exclude(self, manager: Scorer, exclude: Wanted) -> None:
-        """Raise `ConfigError` where it counts a concept by name that is to be excluded."""
+        """Raise `ConfigError` if a concept that it counts is excluded."""
 
 
 @dataclass(frozen=True)
 class Change:
-    """None of a part leaves it as it is. `of_file`: the rules of `deployment`."""
+    """None leaves a part unchanged. `of_file`: the rules of `deployment`."""
 
     deployment: DeploymentFile | None
     of_file: Sequence[Rule] | None
@@ -85,29 +82,29 @@ class Change:
         always_on: Wanted | None,
         exclude: Wanted | None,
     ) -> Change:
-        """Check the arguments of `MonitorRun.update`; `before`: the deployment that holds. Raises what that raises."""
-        own = None if rules is None else _made(manager, rules)
+        """Check the arguments of `MonitorRun.update`; `before`: the deployment in force."""
+        run_rules = None if rules is None else _made(manager, rules)
         if deployment is None:
-            if own is None and always_on is None and exclude is None:
-                raise ConfigError("nothing is to change: give a deployment, rules, always_on or exclude")
+            if run_rules is None and always_on is None and exclude is None:
+                raise ConfigError("update() needs at least one of: deployment, rules, always_on, exclude")
             if before is not None and exclude is not None:
                 before.check_exclude(manager, exclude)
-            return cls(None, None, own, always_on, exclude)
+            return cls(None, None, run_rules, always_on, exclude)
         if always_on is not None or exclude is not None:
-            raise ConfigError("a deployment says what is always_on and excluded: give the one or the other")
+            raise ConfigError("a deployment sets always_on and exclude: give either a deployment or these")
         if before is None:
             raise ConfigError("this run began without a deployment: make its manager by from_deployment")
         newer = type(before).read(deployment) if isinstance(deployment, (str, Path)) else deployment
-        filed, on, off = before.changed_by(newer, manager)
-        return cls(newer, filed, own, on, off)
+        file_rules, on, off = before.changed_by(newer, manager)
+        return cls(newer, file_rules, run_rules, on, off)
 
     @property
     def new_rules(self) -> tuple[Rule, ...]:
-        """Return the rules that it brings."""
+        """Return the new rules."""
         return (*(self.of_file or ()), *(self.rules or ()))
 
     def make(self, watches: Watches) -> int:
-        """Make it hold for the tokens from now on. Raises `ConfigError`, `ArenaFull`, and changes nothing then."""
+        """Apply it. Raises `ConfigError` or `ArenaFull`, and then changes nothing."""
         return watches.change(
             self.rules,
             of_file=self.of_file,

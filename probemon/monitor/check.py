@@ -1,4 +1,4 @@
-"""Check: one line of a run's health: what was looked at, whether it is well, and what to do if it is not."""
+"""Check: one line of a run's health."""
 
 from __future__ import annotations
 
@@ -11,8 +11,11 @@ OK, WARNING, FAILED = STATES = ("ok", "warning", "failed")
 
 @dataclass(frozen=True)
 class Check:
-    """What is so (`what`), whether that is well (`state`: "ok", "warning" or "failed"), and the `remedy` in a sentence,
-    "" where there is nothing to mend.
+    """One check.
+
+    `what`: the finding
+    `state`: "ok", "warning" or "failed"
+    `remedy`: what to do, or ""
     """
 
     name: str

@@ -1,12 +1,11 @@
-"""Delivery: batches to a sink from a thread of its own, so that a slow sink never slows the step.
+"""Delivery: passes batches to a sink in a thread, so that a slow sink never slows a step.
 
-with manager.attach(model, tokenizer, followers=[Delivery(JsonLinesSink("scores.jsonl"), max_batches=64)]) as run: ...
+with manager.attach(model, tokenizer, followers=[Delivery(sink, max_batches=64)]) as run: ...
 
 delivery = Delivery(sink)
 delivery.start(concepts=[c["id"] for c in pack.concepts])
-delivery.put(batch)                        # never waits, never raises for the sink's faults
-delivery.close(timeout_seconds=30.0)       # delivers what is queued, closes the sink
-delivery.stats()                           # SinkStats(n_written, n_dropped, n_queued, error), in tokens
+delivery.put(batch)                        # never waits or raises
+delivery.close(timeout_seconds=30.0)
 """
 
 from __future__ import annotations
@@ -34,10 +33,11 @@ LOG = logging.getLogger("probemon")
 
 @dataclass(frozen=True)
 class SinkStats:
-    """Tokens put into a `Delivery`; the three numbers always add up. `error`: what ended the sink, or None.
+    """Numbers of tokens.
 
-    The sink has taken `n_written`; `n_dropped` found no room, or no sink any more, or were in a file that was removed
-    when the sink failed; `n_queued` wait or are in its hands.
+    `n_dropped`: queue full, sink closed, or in a file that failed
+    `n_queued`: waiting or being written
+    `error`: what ended the sink
     """
 
     n_written: int
@@ -47,11 +47,10 @@ class SinkStats:
 
 
 class Delivery(Follower):
-    """Delivers batches of one run to one sink from a thread of its own. A sink that is given to a run as it is has one.
+    """Delivers one run to one sink.
 
-    Any thread may call `put`; the order of each is kept. At most `max_batches` wait, the one in the sink's hands
-    included; what finds no room is dropped and counted. An error of the sink closes it: `stats().error` keeps the
-    error, and everything after it counts as dropped.
+    Any thread may `put`; each thread's order is kept. Batches beyond `max_batches`, or after an error of the sink
+    (`stats().error`), are dropped and counted.
     """
 
     kind = "a sink"
@@ -62,22 +61,22 @@ class Delivery(Follower):
         self.sink = self._sink = sink
         self._concepts: list[str] = []
         self._max_batches = check_count("max_batches", max_batches, least=1)
-        self._changed = threading.Condition()  # guards everything below
+        self._changed = threading.Condition()  # guards all below
         self._queue: deque[TokenBatch] = deque()
         self._n_written = self._n_dropped = self._n_queued = 0
         self._error: BaseException | None = None
-        self._closing = self._over = False  # over: the sink is closed, or was given up
+        self._closing = self._over = False  # over: closed or abandoned
         self._process = os.getpid()
         self._thread: threading.Thread | None = None
 
     def start(self, concepts: Sequence[str]) -> None:
-        """Open the sink, which is told the ids of the pack's `concepts`, in a thread of its own."""
+        """Open the sink in a thread. `concepts`: ids."""
         self._concepts, self._process = list(concepts), os.getpid()
         self._thread = threading.Thread(target=self._deliver, name=f"probemon {type(self._sink).__name__}", daemon=True)
         self._thread.start()
 
     def began(self, run: MonitorRun) -> None:
-        """Start with a run."""
+        """Start."""
         if self._thread is not None:
             raise ConfigError(f"this {type(self._sink).__name__} was added before: a sink receives one run, once")
         self.start([concept["id"] for concept in run.manager.pack.concepts])
@@ -87,7 +86,7 @@ class Delivery(Follower):
         self.put(batch.as_tokens(scores))
 
     def finish(self, failed: bool) -> None:
-        """Deliver what is queued and close the sink. Raises what ended it."""
+        """Deliver the queue and close the sink. Raises the sink's error."""
         self.close()
         stats = self.stats()
         if stats.error is not None:
@@ -97,7 +96,7 @@ class Delivery(Follower):
             LOG.warning("a sink was too slow: %d of %d tokens were dropped", stats.n_dropped, n_tokens)
 
     def put(self, batch: TokenBatch) -> None:
-        """Queue a batch, or count it as dropped; returns at once."""
+        """Queue or drop a batch, without waiting."""
         self._check_process()
         with self._changed:
             if self._closing or self._error is not None or len(self._queue) >= self._max_batches:
@@ -108,10 +107,9 @@ class Delivery(Follower):
                 self._changed.notify_all()
 
     def close(self, timeout_seconds: float = 30.0) -> None:
-        """Deliver what is queued, close the sink, stop the thread. A second call does nothing.
+        """Deliver the queue, close the sink, stop the thread. The sink may call it.
 
-        When the time passes first, what is left counts as dropped (a batch in the sink's hands too, though the sink may
-        still take it) and `stats().error` is a `SinkFailed`. Called by the sink itself, it returns at once.
+        After the timeout the rest counts as dropped, and `stats().error` is a `SinkFailed`.
         """
         self._check_process()
         with self._changed:
@@ -131,17 +129,17 @@ class Delivery(Follower):
             self._fail(SinkFailed(f"{late}: give close() more time, or use a faster sink"))
 
     def _check_process(self) -> None:
-        """Fail at once in a forked child, which has no thread of ours, and leave the file to the parent."""
+        """Fail in a forked child, which lacks the thread."""
         if os.getpid() != self._process and self._error is None:
             self._fail(
                 SinkFailed(
-                    f"{type(self._sink).__name__} was begun in another process, which forked: attach it in the process"
-                    " that generates"
+                    f"{type(self._sink).__name__} was started in another process, which forked: attach it in the"
+                    " process that generates"
                 )
             )
 
     def stats(self) -> SinkStats:
-        """Return what became of the tokens that were put."""
+        """Return the statistics."""
         with self._changed:
             return SinkStats(self._n_written, self._n_dropped, self._n_queued, self._error)
 
@@ -152,7 +150,7 @@ class Delivery(Follower):
                 while (batch := self._next()) is not None:
                     self._sink.write(batch)
                     self._written(batch)
-            except BaseException as error:  # SystemExit in a callback, too: nobody else would count what is queued
+            except BaseException as error:  # also SystemExit, so that the queue is counted
                 self._fail(error)
             self._sink.close()
         except BaseException as error:
@@ -162,14 +160,14 @@ class Delivery(Follower):
             self._changed.notify_all()
 
     def _next(self) -> TokenBatch | None:
-        """Wait for the oldest batch, which stays in the queue until it is written; None when there will be no more."""
+        """Return the oldest batch, which stays queued until written; None at the end."""
         with self._changed:
             self._changed.wait_for(lambda: self._queue or self._closing)
             return self._queue[0] if self._queue else None
 
     def _written(self, batch: TokenBatch) -> None:
         with self._changed:
-            if self._error is None:  # else it was given up, and counted, meanwhile
+            if self._error is None:  # else counted as dropped already
                 self._queue.popleft()
                 self._n_queued -= len(batch)
                 self._n_written += len(batch)
@@ -186,5 +184,5 @@ class Delivery(Follower):
 
 
 def is_sink(given: Any) -> bool:
-    """Whether something has the three methods of a sink."""
+    """True if it has the methods of a sink."""
     return all(callable(getattr(given, name, None)) for name in ("open", "write", "close"))

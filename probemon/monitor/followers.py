@@ -1,16 +1,14 @@
-"""Follower: the one way to hear a run, from its first forward to its end.
+"""Follower: receives what a run does.
 
     class Printer(Follower):
         def event(self, event, action): print(event.name, action)
 
     with manager.attach(model, tokenizer, followers=[Printer(), JsonLinesSink("scores.jsonl"), print]) as run: ...
 
-Order, for each batch of tokens: `states`; the tokens are scored and recorded; the rules are asked (`event`); `scored`.
-Each of these goes to what decides for rules (judges), then to the followers in the order in which they were given, then
-to the sinks. All but `verdict` is called in the thread that generates. What a follower raises ends no generation: it is
-kept in `run.failures`.
+Per batch: `states`, scoring, `event` for rules that are met, `scored`. Deciders come first, then followers as given,
+then sinks; all in the generating thread, except `verdict`. Errors are kept in `run.failures`.
 
-A sink (`open`, `write`, `close`) becomes a follower by `Delivery`; a callable is called with `(placed, scores)`.
+Sinks are wrapped in `Delivery`; a callable is called with `(placed, scores)`.
 """
 
 from __future__ import annotations
@@ -38,12 +36,11 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False, slots=True, weakref_slot=True)
 class Batch:
-    """Tokens of one recording that are scored together, in order.
+    """Tokens of one recording that are scored together.
 
-    - `placed`: which tokens they are, `recording`: whose; `generation`: the `generate()` they belong to, None for a
-      document of plain forwards
-    - `watch`: what is watched at these tokens; `origin`: the rows whose retained sets they start from
-    - `reads`: what memories of the model read at them, once they are scored; None without a memory
+    - `generation`: None for a document of plain forwards
+    - `origin`: the rows whose retained sets they start from
+    - `reads`: of the model's memories, once scored
     """
 
     watch: Watch
@@ -54,7 +51,7 @@ class Batch:
     reads: MemoryReads | None = None
 
     def as_tokens(self, scores: Scores) -> TokenBatch:
-        """Return what a sink is given of them."""
+        """Return the tokens as sinks receive them."""
         placed, recording = self.placed, self.recording
         return TokenBatch(
             recording.number,
@@ -70,84 +67,76 @@ class Batch:
 
 
 class Follower:
-    """Does nothing; override what is of interest. One follower may follow several runs, where its class says so."""
+    """Override methods as needed. Follows one run, unless its class says otherwise."""
 
-    kind = "a follower"  # how a failure of it is reported
+    kind = "a follower"  # in reports of failures
 
     def attaching(self, run: MonitorRun) -> Sequence[str | Site]:
-        """A run on `run.model` is being made, and nothing is watched yet: return further sites whose hidden states are
-        wanted. What this raises, `attach` raises.
-        """
+        """A run on `run.model` is being made: return further sites to read. Errors propagate."""
         return ()
 
     def began(self, run: MonitorRun) -> None:
-        """The block of `run` has begun, or was open when it was told to follow. What this raises, the block raises."""
+        """The block of `run` began, or was open already. Errors propagate."""
 
     def states(self, batch: Batch, hidden: States | str) -> None:
-        """Tokens are about to be scored: `hidden` are their states `[N, D]` by site, or the reason why there are none.
+        """Tokens will be scored; `hidden`: states `[N, D]` by site, or why there are none.
 
-        Where the states turn out not to be theirs, no `scored` follows.
+        No `scored` follows if these prove to be other tokens' states.
         """
 
     def reads(self, batch: Batch) -> MemoryReads | None:
-        """Return what the model's memories read at tokens whose `states` came before, for results and events."""
+        """Return the memory reads at these tokens."""
         return None
 
     def scored(self, batch: Batch, scores: Scores) -> None:
-        """Tokens were scored, or are unseen (`scores.coverage`), and the rules were asked."""
+        """Tokens were scored, or are unseen (`scores.coverage`); rules were evaluated."""
 
     def event(self, event: Event, action: str) -> None:
-        """A rule was met; `action`: "record", "stop", "raise", "escalate", or "call" for a callable."""
+        """A rule was met; `action`: "record", "stop", "raise", "escalate" or "call"."""
 
     def stopped(self, event: Event) -> None:
-        """The row of an event was stopped for it, by the action "stop" or by a judge."""
+        """The row of an event was stopped."""
 
     def verdict(self, event: Event) -> None:
-        """A judge was asked of an event, and `event.verdict` is known now. This may come in another thread."""
+        """`event.verdict` is known; possibly in another thread."""
 
     def held(self, seconds: float) -> None:
-        """The generation of this thread waited so long for judges, which the next `forward` counts as time inside."""
+        """This thread waited for judges."""
 
     def gap(self, gap: Gap) -> None:
-        """Columns were run that our hooks did not see, whether that is reported or raised."""
+        """Positions ran past our hooks."""
 
     def forward(self, time: ForwardTime) -> None:
-        """A forward of the model ended, and its tokens are scored."""
+        """A forward ended and its tokens are scored."""
 
     def ended(self, recording: Recording, error: BaseException | None) -> None:
-        """A generation ended: a `generate()`, a loop by hand or a request, by `error` or as it should."""
+        """A `generate()`, a loop by hand or a request ended."""
 
     def finish(self, failed: bool) -> None:
-        """The block ends, and the model is not watched any more: complete what is under way. `failed`: by an error, so
-        wait for nothing. Also called, in another thread, where a run is dropped.
-        """
+        """Watching has ended: complete pending work, without waiting if `failed`. Another thread may call it."""
 
     def closed(self, run: MonitorRun) -> None:
-        """The block of `run` has ended, and all that it has is complete."""
+        """The block of `run` ended; its data is complete."""
 
     def check(self) -> Check | None:
-        """Return its line in `run.health()`, if it has one."""
+        """Return its line of `run.health()`."""
         return None
 
     def sums(self) -> type | None:
-        """Return the class that adds up what followers of this kind say for Prometheus, if there is one: it has
-        `begin(follower)`, `end(follower)` and `collect()`.
-        """
+        """Return the class with `begin(follower)`, `end(follower)` and `collect()` for Prometheus."""
         return None
 
 
 class Decider(Follower):
-    """Decides for rules whose action asks somebody: see `probemon.monitor.rules.AskedAction`. Hears before all
-    followers.
-    """
+    """Decides an `AskedAction`; called before followers."""
 
     def ask(self, action: Any, event: Event, generation: Generation) -> None:
-        """Put the event of a rule with this action to whoever decides; `event.verdict` is pending."""
+        """Start deciding a pending event."""
         raise NotImplementedError
 
 
 class Listener(Follower):
-    """Calls `listener(placed, scores)` with each batch of tokens, once it is scored."""
+    """Calls `listener(placed, scores)` with each scored batch."""
 
     kind = "a listener"
 
@@ -165,7 +154,7 @@ _HEARD = tuple(
 
 
 class Followers:
-    """Those of one run, in order; each is called for what it overrides. Errors are kept in `failures`."""
+    """The followers of one run."""
 
     def __init__(self, failures: Failures) -> None:
         self.failures = failures
@@ -178,7 +167,7 @@ class Followers:
         return iter([*self._first, *self._own, *self.sinks])
 
     def add(self, follower: Follower, *, first: bool = False, sink: bool = False) -> None:
-        """Add one: among the others, or before all of these, or as what delivers to a sink after them."""
+        """Add a follower, by default before sinks."""
         (self._first if first else self.sinks if sink else self._own).append(follower)
         self._heard = {
             name: [
@@ -190,11 +179,11 @@ class Followers:
         }
 
     def states(self, batch: Batch, hidden: States | str) -> None:
-        """Tell that tokens are about to be scored."""
+        """Call `states`."""
         self._tell("states", batch, hidden)
 
     def reads(self, batch: Batch) -> MemoryReads | None:
-        """Return what memories read at tokens: of the first follower that knows."""
+        """Return the first reads that are not None."""
         for one, method in self._heard["reads"]:
             try:
                 reads: MemoryReads | None = method(batch)
@@ -206,47 +195,47 @@ class Followers:
         return None
 
     def scored(self, batch: Batch, scores: Scores) -> None:
-        """Tell that tokens were scored."""
+        """Call `scored`."""
         self._tell("scored", batch, scores)
 
     def event(self, event: Event, action: str) -> None:
-        """Tell that a rule was met."""
+        """Call `event`."""
         self._tell("event", event, action)
 
     def stopped(self, event: Event) -> None:
-        """Tell what stopped a row."""
+        """Call `stopped`."""
         self._tell("stopped", event)
 
     def verdict(self, event: Event) -> None:
-        """Tell what a judge ruled."""
+        """Call `verdict`."""
         self._tell("verdict", event)
 
     def held(self, seconds: float) -> None:
-        """Tell how long judges were waited for."""
+        """Call `held`."""
         self._tell("held", seconds)
 
     def gap(self, gap: Gap) -> None:
-        """Tell what was not seen."""
+        """Call `gap`."""
         self._tell("gap", gap)
 
     def forward(self, time: ForwardTime) -> None:
-        """Tell how long a forward took."""
+        """Call `forward`."""
         self._tell("forward", time)
 
     def ended(self, recording: Recording, error: BaseException | None) -> None:
-        """Tell what ended."""
+        """Call `ended`."""
         self._tell("ended", recording, error)
 
     def finish(self, failed: bool) -> None:
-        """Have them complete what is under way."""
+        """Call `finish`."""
         self._tell("finish", failed)
 
     def closed(self, run: MonitorRun) -> None:
-        """Tell that the run has ended."""
+        """Call `closed`."""
         self._tell("closed", run)
 
     def checks(self) -> list[Check]:
-        """Return their lines in the health of a run."""
+        """Return their lines of a run's health."""
         return [check for _, method in self._heard["check"] if (check := method()) is not None]
 
     def _tell(self, name: str, *arguments: Any) -> None:

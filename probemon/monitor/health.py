@@ -1,10 +1,8 @@
-"""Health: whether a monitor sees what its host runs, check by check, each with what to do where something is wrong.
+"""Health: whether a run sees what its model runs.
 
-health = run.health()                 # at any time, from any thread; runs nothing
-health.ok                             # nothing failed
+health = run.health()                 # at any time, from any thread
 for check in health.wrong:
     print(check)                      # "failed, hooks: our hook at resid_post.15 was removed. Attach again, ..."
-health.as_dict()
 """
 
 from __future__ import annotations
@@ -15,43 +13,43 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from probemon.monitor.check import FAILED, OK, WARNING, Check
+from probemon.monitor.degradations import LEFT_OUT
 from probemon.monitor.delivery import SinkStats
 from probemon.monitor.failures import Failures
 from probemon.monitor.publisher import Publisher
-from probemon.monitor.rungs import LEFT_OUT
 from probemon.tracking.hook_faults import HookFaults
 from probemon.tracking.token_source import TokenSource
 from probemon.tracking.watched_threads import WatchedThreads
 from probemon.util.counted import counted
 
-BLIND_SHARE = 0.01  # of the tokens: where more are not scored, a check fails
-_TEXTS = 3  # of what is wrong, so many are told
-_OF_HOST = "weights, adapters or settings of the host"
+BLIND_SHARE = 0.01  # a larger share of unscored tokens fails a check
+_TEXTS = 3  # shown of each list
+_OF_HOST = "weights, adapters or settings of the model"
 
 
 @dataclass(frozen=True)
 class Health:
-    """The checks, in the order in which they were made."""
+    """The checks of a run."""
 
     checks: tuple[Check, ...]
 
     @property
     def ok(self) -> bool:
-        """Whether nothing failed; there may be warnings."""
+        """True if nothing failed; there may be warnings."""
         return all(check.state != FAILED for check in self.checks)
 
     @property
     def wrong(self) -> tuple[Check, ...]:
-        """Return the checks that are not well, those that failed first."""
+        """Return failures, then warnings."""
         wrong = [check for check in self.checks if check.state != OK]
         return tuple(sorted(wrong, key=lambda check: check.state != FAILED))
 
     def with_checks(self, checks: Iterable[Check]) -> Health:
-        """Return the same with more checks after these."""
+        """Return a copy with more checks."""
         return Health((*self.checks, *checks))
 
     def as_dict(self) -> dict[str, Any]:
-        """Return all of it for JSON: `ok`, and `checks`, each with `name`, `state`, `what`, `remedy`."""
+        """Return it for JSON."""
         return {"ok": self.ok, "checks": [asdict(check) for check in self.checks]}
 
     def __str__(self) -> str:
@@ -67,11 +65,13 @@ def run_health(
     ended: bool,
     not_numbers: Collection[str],
     changed_within: Sequence[str],
-    holds_host: bool,
+    holds_model: bool,
 ) -> Health:
-    """Return the health of a run from what it knows by now. `threads`: whose forwards it watches. `not_numbers`: see
-    `Scorer.not_numbers`. `changed_within`: in what the host changed within a generation or a document, or an earlier
-    turn of it. `holds_host`: whether the run was to begin on one host alone (`strict`, a deployment's `host`).
+    """Return the health of a run.
+
+    `not_numbers`: see `Scorer.not_numbers`
+    `changed_within`: changes of the model within a generation or document, or since an earlier turn
+    `holds_model`: the run required one model (`strict`, a deployment's `host`)
     """
     tokens = Counter(publisher.tokens)
     return Health(
@@ -81,7 +81,7 @@ def run_health(
             _gaps(watcher.n_gaps, threads, tokens.total()),
             _tokens(watcher, tokens, not_numbers, threads, ended),
             _states(tokens, not_numbers),
-            _host(changed_within, publisher.n_host_changes, publisher.changed_between, holds_host),
+            _host(changed_within, publisher.n_model_changes, publisher.changed_between, holds_model),
             _callbacks(failures),
             _sinks(publisher.sinks()),
         )
@@ -89,7 +89,7 @@ def run_health(
 
 
 def state_of(n_bad: int, n_all: int) -> str:
-    """Return the state of a check that some of all tokens did not pass."""
+    """Return the state of a check that `n_bad` tokens failed."""
     return OK if not n_bad else FAILED if n_bad > BLIND_SHARE * n_all else WARNING
 
 
@@ -98,7 +98,7 @@ def _attached(watcher: TokenSource, ended: bool) -> Check:
     if watcher.open:
         return Check(name, OK, f"{type(watcher.model).__name__} is watched")
     if ended:
-        return Check(name, OK, "the run has ended, and this is what it was like")
+        return Check(name, OK, "the run has ended: this is its final state")
     return Check(name, FAILED, "nothing is watched yet", "Enter the with block of attach() before the model runs.")
 
 
@@ -112,24 +112,24 @@ def _hooks(faults: HookFaults) -> Check:
 
 
 def _gaps(n_gaps: int, threads: WatchedThreads, n_tokens: int) -> Check:
-    before, alone = threads.n_unwatched, threads.n_alone  # of a token of each row at least
+    before, alone = threads.n_unwatched, threads.n_alone  # at least one token each
     if not (before or alone or n_gaps):
         return Check("gaps", OK, "no forward is known to have passed our hooks")
-    found, remedies = [], []
+    findings, remedies = [], []
     if before:
-        found.append(f"{counted(before, 'forward')} of a generate() that had begun before went unwatched")
+        findings.append(f"{counted(before, 'forward')} of a generate() that had begun before went unwatched")
         remedies.append("Attach before anything generates, and look generate() up inside the with block.")
     if alone:
-        found.append(f"{counted(alone, 'forward')} ran layers outside of the decoder that is watched")
+        findings.append(f"{counted(alone, 'forward')} ran layers outside of the decoder that is watched")
         remedies.append("Call the model itself, and attach to the one that is called.")
     if n_gaps:
-        found.append(f"at {counted(n_gaps, 'place')} the host ran tokens past our hooks")
+        findings.append(f"at {counted(n_gaps, 'place')} the model ran tokens past our hooks")
         remedies.append(
-            "Find what calls layers directly, or compiled the host before it was attached; run.gaps has the columns."
+            "Find what calls layers directly, or compiled the model before it was attached; run.gaps has the columns."
         )
     n_unwatched = before + alone
     return Check(
-        "gaps", state_of(n_gaps + n_unwatched, n_tokens + n_unwatched), ", and ".join(found), " ".join(remedies)
+        "gaps", state_of(n_gaps + n_unwatched, n_tokens + n_unwatched), ", and ".join(findings), " ".join(remedies)
     )
 
 
@@ -138,8 +138,8 @@ def _tokens(
 ) -> Check:
     name, n_tokens, n_forwards = "tokens", tokens.total(), len(watcher.forward_seconds)
     if n_tokens:
-        told_elsewhere = {"", *not_numbers, *LEFT_OUT.values()}
-        unseen = {reason: n for reason, n in tokens.items() if reason not in told_elsewhere}
+        other_reasons = {"", *not_numbers, *LEFT_OUT.values()}
+        unseen = {reason: n for reason, n in tokens.items() if reason not in other_reasons}
         n_unseen = sum(unseen.values())
         if not n_unseen:
             elsewhere = ", and what other threads ran is not counted" if threads.ran_in_other else ""
@@ -163,7 +163,7 @@ def _states(tokens: Counter[str], not_numbers: Collection[str]) -> Check:
     bad = {reason: n for reason, n in tokens.items() if reason in not_numbers}
     n_bad, n_tokens = sum(bad.values()), tokens.total()
     if not n_bad:
-        return Check("states", OK, "no hidden state and no score was other than a number")
+        return Check("states", OK, "every hidden state and every score was a number")
     reason = max(bad, key=lambda reason: bad[reason])
     return Check(
         "states",
@@ -174,9 +174,7 @@ def _states(tokens: Counter[str], not_numbers: Collection[str]) -> Check:
 
 
 def _host(within: Sequence[str], n_between: int, between: Sequence[str], holds: bool) -> Check:
-    """`n_between`: how often it was another when a generation or a document began than when the one before did, or the
-    run attached; `between`: in what, the last time.
-    """
+    """`n_between`: changes between generations or documents; `between`: the last one."""
     if within:
         what = f"{_OF_HOST} changed within a generation or a document ({_some(within)})"
         return Check("host", WARNING, what, "Its scores are not all of one model: change them between generations.")
@@ -186,9 +184,9 @@ def _host(within: Sequence[str], n_between: int, between: Sequence[str], holds: 
         what = f"{_OF_HOST} changed {times} after the attach, between generations or documents ({last})"
         if holds:
             return Check(
-                "host", WARNING, f"{what}: it is not the one that was asked for", "Attach anew, which compares it."
+                "host", WARNING, f"{what}: it is not the requested one", "Attach again, which compares the model."
             )
-        return Check("host", OK, f"{what}, and within none as far as is known: not all results are of one model")
+        return Check("host", OK, f"{what}, and as far as is known within none: not all results are of one model")
     return Check("host", OK, f"no {_OF_HOST} are known to have changed")
 
 
@@ -197,7 +195,7 @@ def _callbacks(failures: Failures) -> Check:
         return Check("callbacks", OK, "no action, listener or sink raised")
     first = failures.errors[0]
     what = f"{failures.n_errors:,} times an action, a listener or a sink raised, first {type(first).__name__}: {first}"
-    return Check("callbacks", FAILED, what, "Mend what raised; run.failures has the errors.")
+    return Check("callbacks", FAILED, what, "Fix what raised; run.failures has the errors.")
 
 
 def _sinks(sinks: Sequence[SinkStats]) -> Check:
@@ -205,15 +203,15 @@ def _sinks(sinks: Sequence[SinkStats]) -> Check:
     n_dropped = sum(stats.n_dropped for stats in sinks)
     for stats in sinks:
         if stats.error is not None:
-            what = f"a sink takes nothing any more ({type(stats.error).__name__}: {stats.error})"
-            return Check("sinks", FAILED, what, "Mend the sink, or its disk, and attach again.")
+            what = f"a sink failed and takes no more tokens ({type(stats.error).__name__}: {stats.error})"
+            return Check("sinks", FAILED, what, "Fix the sink, or its disk, and attach again.")
     if n_dropped:
-        what = f"{n_dropped:,} of {n_all:,} tokens were dropped before a sink that is too slow"
+        what = f"{n_dropped:,} of {n_all:,} tokens were dropped because a sink is too slow"
         remedy = "Use a faster sink, or give Delivery(sink, max_batches=...) more."
         return Check("sinks", state_of(n_dropped, n_all), what, remedy)
     return Check("sinks", OK, f"{len(sinks)} sinks took every token" if sinks else "no sinks")
 
 
 def _some(texts: Sequence[str]) -> str:
-    more = len(texts) - _TEXTS
-    return "; ".join([*texts[:_TEXTS], *([f"and {more} more"] if more > 0 else [])])
+    n_more = len(texts) - _TEXTS
+    return "; ".join([*texts[:_TEXTS], *([f"and {n_more} more"] if n_more > 0 else [])])

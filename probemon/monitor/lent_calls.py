@@ -1,10 +1,8 @@
-"""Callables of a user's, kept by a run alone.
+"""Lets hooks call a user's callables without keeping them alive.
 
-    calls = LentCalls()
-    action = calls.lend(lambda event: run.stop())      # is called as the lambda is, for as long as `calls` is there
+    action = LentCalls().lend(lambda event: run.stop())
 
-The hooks on a model hold what a run does, and an action often refers to its run. Held by the hooks it would keep the
-run for ever, also one that was dropped.
+An action often refers to its run; hooks that held it would keep a dropped run alive.
 """
 
 from __future__ import annotations
@@ -25,21 +23,21 @@ class _Lent:
     kept: weakref.ref[_Kept]
 
     def __call__(self, *args: Any) -> Any:
-        kept = self.kept()
-        return None if kept is None else kept.call(*args)
+        holder = self.kept()
+        return None if holder is None else holder.call(*args)
 
 
 class LentCalls:
-    """Keeps callables, and lends what calls them while it is there and does nothing afterwards."""
+    """Holds callables and returns weak wrappers of them."""
 
     def __init__(self) -> None:
         self._kept: list[tuple[_Kept, _Lent]] = []
 
     def lend(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        """Return what calls `call`: the same each time, as rules that are the same go on with their streaks."""
-        for kept, lent in self._kept:
-            if kept.call == call:
+        """Return a wrapper, the same for equal callables, so that equal rules stay equal."""
+        for holder, lent in self._kept:
+            if holder.call == call:
                 return lent
-        kept = _Kept(call)
-        self._kept.append((kept, _Lent(weakref.ref(kept))))
+        holder = _Kept(call)
+        self._kept.append((holder, _Lent(weakref.ref(holder))))
         return self._kept[-1][1]

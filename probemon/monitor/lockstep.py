@@ -1,10 +1,10 @@
-"""Two generations side by side, one step of each in turn: what else runs on the machine falls on both alike.
+"""Two generations in alternate steps, so that other load affects both alike.
 
-    other = shared_copy(model)                              # the same weights, none of the hooks that come later
+    other = shared_copy(model)
     seconds = in_lockstep(generate_bare, generate_watched, n_tokens=12, first=0)    # [11, 2]
 
-Each side is called as `side(criteria, n_tokens)` in a thread of its own and must generate that many tokens with
-`stopping_criteria=criteria`. Only one of the two runs at a time: a pair of times is a fraction of a second apart.
+A side is called as `side(criteria, n_tokens)` in its own thread and must generate that many tokens with
+`stopping_criteria=criteria`.
 """
 
 from __future__ import annotations
@@ -27,20 +27,19 @@ Side = Callable[[StoppingCriteriaList, int], None]
 
 
 def shared_copy(model: Any) -> Any:
-    """Return a copy of a model's modules around the same parameters and buffers. Raises `ConfigError`."""
+    """Return a copy with the same parameters and buffers, without later hooks. Raises `ConfigError`."""
     try:
         return copy.deepcopy(model, {id(one): one for one in chain(model.parameters(), model.buffers())})
-    except Exception as error:  # of a compiled or dispatched host
+    except Exception as error:  # compiled or dispatched models
         raise ConfigError(
-            f"what watching adds cannot be measured beside a bare host: {type(model).__name__} cannot be copied"
+            f"the cost of watching cannot be measured against a bare model: {type(model).__name__} cannot be copied"
             f" ({type(error).__name__}: {str(error)[:200]}); measure it before it is compiled or dispatched"
         ) from error
 
 
 def in_lockstep(one: Side, other: Side, n_tokens: int, first: int = 0) -> npt.NDArray[np.float64]:
-    """Return the seconds of each decode step but the first, which runs the prompt: `[n_tokens - 1, 2]`, fp64.
-
-    `first`: which side makes the first step. Raises what a side raises.
+    """Return the seconds of each decode step after the prompt's: `[n_tokens - 1, 2]`, fp64. `first`: the side that
+    begins.
     """
     turns = [threading.Semaphore(0), threading.Semaphore(0)]
     clocks = [_Clock(turns[i], turns[1 - i], n_tokens) for i in range(2)]
@@ -64,7 +63,7 @@ def in_lockstep(one: Side, other: Side, n_tokens: int, first: int = 0) -> npt.ND
     try:
         for thread in threads:
             thread.join()
-    except BaseException:  # interrupted: both end with the step they are in
+    except BaseException:  # interrupted: both end after their step
         for clock in clocks:
             clock.ends = True
         for thread in threads:
@@ -76,16 +75,16 @@ def in_lockstep(one: Side, other: Side, n_tokens: int, first: int = 0) -> npt.ND
 
 
 class _Clock(StoppingCriteria):
-    """Asked after every step of `generate`: notes how long it took, and lets the other side make its step."""
+    """Times each step, then lets the other side take one."""
 
     def __init__(self, mine: threading.Semaphore, others: threading.Semaphore, n_tokens: int) -> None:
         self.seconds: list[float] = []
-        self.ends = False  # with the step it is in
+        self.ends = False
         self._mine, self._others, self._n_tokens, self._begin = mine, others, n_tokens, 0.0
 
     def __call__(self, input_ids: Any, scores: Any, **kwargs: Any) -> Any:
         self.seconds.append(time.perf_counter() - self._begin)
-        if len(self.seconds) < self._n_tokens:  # after the last its thread has more to do, and hands over at its end
+        if len(self.seconds) < self._n_tokens:  # after the last step the thread hands over at its end
             self._others.release()
             self._mine.acquire()
         self._begin = time.perf_counter()

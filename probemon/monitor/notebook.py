@@ -1,10 +1,8 @@
-"""A stream shown in a notebook while the model generates: the text so far, in the colours of its concepts.
-
-    from probemon.monitor.notebook import show
+"""Shows a stream in a notebook while the model generates, coloured by concept.
 
     result = show(manager.stream(model, tokenizer, "Tell me about whales.", max_new_tokens=40))
 
-In the end the display is that of the result, as `result` shows itself. Interrupting the cell stops the model.
+Interrupting the cell stops the model.
 """
 
 from __future__ import annotations
@@ -22,19 +20,19 @@ from probemon.util.extras import import_ipython
 from probemon.util.static_html import Colours, fragment
 from probemon.util.templates import macros
 
-_NEWEST = 400  # tokens that are shown while more come
+_NEWEST = 400  # tokens shown while streaming
 
 
 def show(events: Iterable[TokenEvent], *, every_seconds: float = 0.1) -> Result:
-    """Show the events of `manager.stream(...)` below the cell as they come, and return the result that the last bears.
+    """Show the events below the cell; return the final result.
 
-    `every_seconds`: the display changes at most so often. Raises what the stream raises, `MissingExtra` without
-    IPython, and `ConfigError` outside of a notebook, or where the stream ended without a result.
+    `every_seconds`: between updates. Raises as the stream, `MissingExtra` without IPython, `ConfigError` outside a
+    notebook or without a result.
     """
     every_seconds = check_number("every_seconds", every_seconds, low=0, remedy="give a number of seconds, 0 or more")
     with ExitStack() as stack:
         if hasattr(events, "close"):
-            stack.callback(events.close)  # a stream that is left stops its model
+            stack.callback(events.close)  # stops the model
         ipython = import_ipython("show")
         if not hasattr(ipython.get_ipython(), "kernel"):
             raise ConfigError("show is for notebooks: elsewhere read the stream in a loop and print its events")
@@ -75,7 +73,7 @@ class LiveText:
         self._n_unseen += bool(event.unseen)
 
     def html(self) -> str:
-        """Return the text as it stands, and how many tokens there were."""
+        """Return the text and the number of tokens."""
         page = macros("monitor/result.html.j2")
         parts = [page.text(self._spans), page.live(self._n_tokens, self._n_unseen, self._n_tokens - len(self._spans))]
         return fragment("Generating", [*parts, *([self._colours.legend()] if self._colours.hues else [])])

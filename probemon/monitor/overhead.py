@@ -1,4 +1,4 @@
-"""Measure what watching costs: a watched generation and a bare one in lockstep, in one process.
+"""Measures what watching costs.
 
 cost = overhead(manager, model, inputs)
 cost.host_ms, cost.overhead_pct, cost.interval_pct, cost.is_resolved
@@ -19,16 +19,19 @@ from probemon.engine.scorer import Scorer
 from probemon.monitor.lockstep import Side, in_lockstep, shared_copy
 from probemon.monitor.run import MonitorRun
 
-WIDTH_PCT = 0.5  # of the interval: what is measured until it is no wider
-_FEWEST_TURNS = 8  # that an interval is drawn from
+WIDTH_PCT = 0.5  # stop once the interval is this narrow
+_FEWEST_TURNS = 8  # for an interval
 _RESAMPLES = 2000
 
 
 @dataclass(frozen=True)
 class Overhead:
-    """Of the decode steps of all turns, milliseconds. `host_ms`: the median bare one. `added_ms`: the median of what a
-    watched one took more than the bare one beside it. `monitor_ms`: the part inside our hooks. `interval_pct`: 95 % of
-    what `overhead_pct` might have been. `is_resolved`: the interval is as narrow as was asked for.
+    """Times of decode steps.
+
+    `host_ms`: median bare step
+    `added_ms`: median added to it
+    `monitor_ms`: median inside our hooks
+    `interval_pct`: 95 % interval of `overhead_pct`
     """
 
     host_ms: float
@@ -40,23 +43,22 @@ class Overhead:
 
     @property
     def overhead_pct(self) -> float:
-        """Return how many per cent of a bare step watching adds; noise can make it negative."""
+        """Return the added time in per cent; noise can make it negative."""
         return 100 * self.added_ms / self.host_ms
 
 
 def added_pct(bare: npt.ArrayLike, watched: npt.ArrayLike) -> tuple[float, float, float]:
-    """Return `(value, low, high)`: the median of what watched times are above the bare ones beside them, in per cent of
-    the median bare time, and 95 % of what that might have been.
+    """Return `(value, low, high)`: the median added time in per cent, and its 95 % interval.
 
-    `bare`, `watched` `[turns, times]`. Turns are drawn with replacement, 2,000 times: the percentile bootstrap (Efron &
-    Tibshirani 1993, "An Introduction to the Bootstrap", chapter 13), by cluster, since times of one turn are alike.
+    `bare`, `watched`: `[turns, times]`, paired. Percentile bootstrap (Efron & Tibshirani 1993, "An Introduction to the
+    Bootstrap", chapter 13), clustered by turn.
     """
     base = np.asarray(bare, dtype=np.float64)
-    more = np.asarray(watched, dtype=np.float64) - base
-    drawn = np.random.default_rng(0).integers(len(base), size=(_RESAMPLES, len(base)))
-    values = [np.median(more[turns]) / np.median(base[turns]) for turns in drawn]
+    added = np.asarray(watched, dtype=np.float64) - base
+    samples = np.random.default_rng(0).integers(len(base), size=(_RESAMPLES, len(base)))
+    values = [np.median(added[turns]) / np.median(base[turns]) for turns in samples]
     low, high = np.percentile(values, (2.5, 97.5))
-    return float(100 * np.median(more) / np.median(base)), float(100 * low), float(100 * high)
+    return float(100 * np.median(added) / np.median(base)), float(100 * low), float(100 * high)
 
 
 def overhead(
@@ -69,28 +71,26 @@ def overhead(
     most_seconds: float = 60.0,
     progress: Callable[[str], None] = lambda line: None,
 ) -> Overhead:
-    """Time greedy decoding of `n_tokens` tokens, bare and watched in lockstep, turn by turn, until the 95 % interval of
-    what is added is no wider than `width_pct` or `most_seconds` are over.
-
-    Raises `ConfigError` where the host cannot be copied, to run bare.
+    """Time greedy decoding of `n_tokens` tokens, bare and watched in lockstep, until the interval is at most
+    `width_pct` wide or `most_seconds` have passed. Raises `ConfigError` if the model cannot be copied.
     """
-    hosts, inside = (model, shared_copy(model)), list[float]()
+    models, inside = (model, shared_copy(model)), list[float]()
     options = {"max_new_tokens": n_tokens, "min_new_tokens": n_tokens, "do_sample": False}
 
-    def bare(host: Any) -> Side:
-        return lambda criteria, n: host.generate(**inputs, **options, stopping_criteria=criteria)
+    def bare(side_model: Any) -> Side:
+        return lambda criteria, n: side_model.generate(**inputs, **options, stopping_criteria=criteria)
 
-    def watched(host: Any) -> Side:
+    def watched(side_model: Any) -> Side:
         def side(criteria: Any, n: int) -> None:
-            with MonitorRun(manager, host) as run:
-                host.generate(**inputs, **options, stopping_criteria=criteria)
+            with MonitorRun(manager, side_model) as run:
+                side_model.generate(**inputs, **options, stopping_criteria=criteria)
             inside.extend(list(run.forward_seconds)[1:])
 
         return side
 
-    pairs = [(bare(hosts[1 - i]), watched(hosts[i])) for i in range(2)]
+    pairs = [(bare(models[1 - i]), watched(models[i])) for i in range(2)]
     progress("measuring what watching adds")
-    for pair in pairs:  # what is made at first use does not count
+    for pair in pairs:  # warm up: first use is not timed
         in_lockstep(*pair, n_tokens)
     inside.clear()
 
@@ -111,11 +111,9 @@ def compared(
     most_seconds: float,
     say: Callable[[float, float, float], None] = lambda value, low, high: None,
 ) -> tuple[npt.NDArray[np.float64], tuple[float, float, float]]:
-    """Return the seconds of steps `[turns, n_tokens - 1, 2]` and what the second sides add (`added_pct`), from as many
-    turns as it takes.
+    """Return the seconds of steps `[turns, n_tokens - 1, 2]`, and what the second sides add (`added_pct`).
 
-    `pairs`: the same two things with their hosts exchanged, each pair in its turn: no two copies of a host are equally
-    fast, and what is to be found is less than that.
+    `pairs`: also with models exchanged: copies differ in speed by more than the effect
     """
     turns: list[npt.NDArray[np.float64]] = []
     begin, narrow, added = time.monotonic(), False, (0.0, 0.0, 0.0)

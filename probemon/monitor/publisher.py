@@ -1,7 +1,7 @@
-"""Publisher: where the scores of a run go: its recordings, its rules, then its followers.
+"""Publisher: passes scores to a run's recordings, rules and followers.
 
 publisher = Publisher(pack, tokenizer, watches, followers, recordings, keep_tokens=None)
-publisher.publish(batch, scores)                    # in the thread that generates
+publisher.publish(batch, scores)                    # in the generating thread
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from dataclasses import replace
 from typing import Any
 
 from probemon.core.scores import GENERATED, PROMPT, Scores
-from probemon.errors import ConceptRaised, NotSupportedDecoding
-from probemon.host.changes import HostMark
+from probemon.errors import ConceptRaised, UnsupportedDecoding
+from probemon.host.changes import ModelMark
 from probemon.monitor.delivery import Delivery, SinkStats
 from probemon.monitor.failures import MAX_KEPT
 from probemon.monitor.followers import Batch, Decider, Followers
@@ -45,9 +45,9 @@ LOG = logging.getLogger("probemon")
 
 
 def changed_within(recordings: Iterable[Recording]) -> list[str]:
-    """Return in what the host changed within the first of these in which it did; nothing where it did in none."""
+    """Return how the model changed within the first recording that it changed in."""
     for recording in recordings:
-        if recording.host_changed:
+        if recording.model_changed:
             texts, turn = dict[str, None](), recording
             while turn.earlier is not None and recording.mark is not None:
                 turn = turn.earlier
@@ -55,15 +55,12 @@ def changed_within(recordings: Iterable[Recording]) -> list[str]:
                 texts |= dict.fromkeys(text for mark in marks for text in recording.mark.changes(mark))
             if recording.mark is not None and recording.mark_after is not None:
                 texts |= dict.fromkeys(recording.mark_after.changes(recording.mark))
-            return list(texts) or ["other adapters were on, or an earlier turn was of another host"]
+            return list(texts) or ["other adapters were active, or an earlier turn used another model"]
     return []
 
 
 class Publisher:
-    """Asks the rules of `watches` of generated tokens, and tells `followers` of all.
-
-    `recordings()`: those of the run.
-    """
+    """Evaluates rules and calls followers."""
 
     def __init__(
         self,
@@ -77,55 +74,55 @@ class Publisher:
         self.tokenizer, self.followers, self.failures = tokenizer, followers, followers.failures
         self._watches, self._pack, self._recordings, self._keep_tokens = watches, pack, recordings, keep_tokens
         self.events: deque[Event] = deque(maxlen=MAX_KEPT)
-        self._changing = threading.Lock()  # events come, and are replaced once a judge has ruled, in several threads
+        self._changing = threading.Lock()  # events change in several threads
         self._deciders: dict[type, Decider] = {}
         self._asked = "generated tokens"
-        # Tokens that rules are asked of, why some have no scores that a rule passes over, and these rules.
+        # Tokens under rules; why some have no scores; the rules that ignore these.
         self._n_asked, self._unjudged, self._passing = 0, Counter[str](), dict[int, Rule]()
-        self.tokens = Counter[str]()  # every token so far, by why it has no scores: "" for those that have
-        # In what the host changed within a generation, or a document, of which nothing is kept any more.
+        self.tokens = Counter[str]()  # by why they have no scores; "": scored
+        # Of a recording that is not kept any more.
         self.changed_within: list[str] = []
-        self.n_host_changes = 0  # when one began, the host was another than when the one before did, or at the attach
-        self.changed_between: list[str] = []  # in what, the last time
-        self.newest_mark: HostMark | None = None
-        self._keeping = threading.Lock()  # recordings are added to and cut by every thread that generates
+        self.n_model_changes = 0  # between generations
+        self.changed_between: list[str] = []  # at the last one
+        self.newest_mark: ModelMark | None = None
+        self._keeping = threading.Lock()  # recordings are changed by several threads
 
     @property
     def rules(self) -> list[Rule]:
-        """Return the rules that hold now."""
+        """Return the rules in force."""
         return self._watches.rules
 
     @property
     def acts(self) -> bool:
-        """Whether rules or sinks wait for generated tokens."""
+        """True if a rule or sink needs generated tokens."""
         return bool(self.rules or self.followers.sinks)
 
     def sinks(self) -> list[SinkStats]:
-        """Return what became of the tokens that each sink was sent."""
+        """Return each sink's statistics."""
         return [one.stats() for one in self.followers.sinks if isinstance(one, Delivery)]
 
     def prepare(self, rules: Iterable[Rule]) -> None:
-        """Have what decides for these rules hear the run, where somebody is asked."""
+        """Add the rules' deciders as followers."""
         for action in [action for rule in rules for action in rule.actions if isinstance(action, AskedAction)]:
             if type(action) not in self._deciders:
                 self._deciders[type(action)] = decider = action.decider(self)
                 self.followers.add(decider, first=True)
 
     def check_call(self, prompt: GenerateCall) -> None:
-        """Raise `NotSupportedDecoding` for a call of `generate()` in which a rule could not do what it is for."""
+        """Raise `UnsupportedDecoding` if a rule cannot work in this call."""
         if prompt.n_beams > 1:
             check_beams(self.rules)
 
     def publish(self, batch: Batch, scores: Scores) -> None:
-        """Record the scores of tokens, ask the rules that held, and tell the followers."""
+        """Record scores, evaluate rules, call followers."""
         watch, generation, recording, placed = batch.watch, batch.generation, batch.recording, batch.placed
         batch.reads = reads = self.followers.reads(batch)
         with self._keeping:
             self.tokens.update(scores.coverage.unseen)
-            if recording.mark is not None and not recording.n_entries:  # it begins; an engine of its own has no marks
+            if recording.mark is not None and not recording.n_entries:  # it begins; external engines have no marks
                 last, self.newest_mark = self.newest_mark, recording.mark
                 if last is not None and recording.mark.differs(last):
-                    self.n_host_changes += 1
+                    self.n_model_changes += 1
                     self.changed_between = recording.mark.changes(last)
             recording.add(placed, scores, reads, watch.number)
             if self._keep_tokens is not None:
@@ -139,10 +136,9 @@ class Publisher:
         self.followers.scored(batch, scores)
 
     def warn_of_silence(self, model: object, called: bool, threads: WatchedThreads) -> None:
-        """Warn where rules and sinks were quiet for another reason than that nothing was wrong.
+        """Warn if rules and sinks were silent because tokens were not watched.
 
-        `called`: whether `model` ran in those `threads` that are watched. The warning names the line that called the
-        caller.
+        `called`: `model` ran in watched threads
         """
         if self.acts and not called:
             what, remedy = threads.silence
@@ -154,7 +150,7 @@ class Publisher:
             )
         elif self.acts and threads.n_unwatched:
             warnings.warn(
-                f"{counted(len(self.rules), 'rule')} and {counted(len(self.followers.sinks), 'sink')} heard nothing of"
+                f"{counted(len(self.rules), 'rule')} and {counted(len(self.followers.sinks), 'sink')} missed"
                 f" {counted(threads.n_unwatched, 'forward')} of a generate() that began before probemon was attached,"
                 " or was looked up before. Attach before anything generates",
                 UserWarning,
@@ -170,39 +166,37 @@ class Publisher:
             )
 
     def _ask(self, batch: Batch, generation: Generation, scores: Scores, all_seen: bool) -> None:
-        """Ask the rules of tokens of a phase that some of them are asked of, or that are generated."""
         watch, placed, reads = batch.watch, batch.placed, batch.reads
         self._n_asked += len(placed)
         if placed.phase == PROMPT:
             self._asked = "tokens that rules are asked of"
         unseen = Counter(filter(None, scores.coverage.unseen)) if not all_seen else Counter[str]()
-        if placed.phase == PROMPT and not generation.asked_of_prompt:  # what came in a cache no forward has
+        if placed.phase == PROMPT and not generation.asked_of_prompt:  # tokens from a cache, once
             generation.asked_of_prompt = True
             if n_before := batch.recording.n_before():
                 unseen[batch.recording.before] += n_before
                 self._n_asked += n_before
-        # Seen tokens, nearly all, cost nothing here however many rules there are. What came in a cache has no event.
+        # Seen tokens cost nothing here. Tokens from a cache have no event.
         passing = [rule for _, rule in watch.rules if self._passes(rule, batch, unseen)] if unseen else []
         if passing:
             self._unjudged.update(unseen)
             self._passing.update((id(rule), rule) for rule in passing)
         if not watch.rules:
             return
-        for rule, i, known in watch.panel.ask(placed, scores, generation.states_of_rule):
-            if "blind" in known:
-                self._act(rule.on_blind, self._event(rule, generation.recording, placed, i, **known), generation)
+        for rule, i, fields in watch.panel.ask(placed, scores, generation.states_of_rule):
+            if "blind" in fields:
+                self._act(rule.on_blind, self._event(rule, generation.recording, placed, i, **fields), generation)
             else:
                 reading = () if reads is None else tuple(reads.of(i))
-                event = self._event(rule, generation.recording, placed, i, **known, reading=reading)
+                event = self._event(rule, generation.recording, placed, i, **fields, reading=reading)
                 self._act(rule.action, event, generation)
 
     @staticmethod
     def _passes(rule: Rule, batch: Batch, unseen: Counter[str]) -> bool:
-        """Whether a rule that is asked of a batch does nothing at what is unseen of it."""
+        """True if a rule ignores unseen tokens."""
         return rule.asks(batch.placed.phase) and (rule.on_blind == PASS or batch.recording.before in unseen)
 
-    def _event(self, rule: Rule, recording: Recording, placed: PlacedTokens, i: int, **known: Any) -> Event:
-        """Return the event of a rule at a token; `known`: of its scores, or why there are none."""
+    def _event(self, rule: Rule, recording: Recording, placed: PlacedTokens, i: int, **fields: Any) -> Event:
         concept = self._pack.concepts[rule.probe]
         return Event(
             concept=concept["id"],
@@ -215,11 +209,10 @@ class Publisher:
             generation=recording.number,
             request=recording.request,
             **rule.event_fields(self._pack),
-            **{"score": 0.0, **known},
+            **{"score": 0.0, **fields},
         )
 
     def _act(self, action: Action, event: Event, generation: Generation) -> None:
-        """Do what a rule asks for."""
         if isinstance(action, AskedAction):
             event = replace(event, verdict=PENDING)
         with self._changing:
@@ -231,13 +224,13 @@ class Publisher:
             self.do(action, event, generation)
         else:
             self.failures.call("an action", action, event)
-            if generation.row_stops(event.row):  # it stopped what it saw: a held streamer hides that too
+            if generation.row_stops(event.row):  # a held streamer hides the token too
                 generation.hide_from(event.column)
 
     def do(self, action: str, event: Event, generation: Generation) -> None:
-        """Stop a row, or raise, for an event; to record it is nothing more."""
-        if action == "stop" and generation.prompt.n_beams > 1:  # the rule came while these beams began
-            generation.raise_later(NotSupportedDecoding(NO_STOP_IN_BEAMS), event.column)
+        """Stop a row or raise, for an event."""
+        if action == "stop" and generation.prompt.n_beams > 1:  # the rule was added while these beams ran
+            generation.raise_later(UnsupportedDecoding(NO_STOP_IN_BEAMS), event.column)
         elif action == "stop":
             generation.stop_row(event.row, event.column)
             self.followers.stopped(event)
@@ -245,7 +238,7 @@ class Publisher:
             generation.raise_later(ConceptRaised(event.in_words(), event), event.column)
 
     def replace_event(self, before: Event, after: Event) -> None:
-        """Put an event with its verdict into the place of the one without, in any thread."""
+        """Replace an event by its copy with a verdict, in any thread."""
         with self._changing:
             for i in reversed(range(len(self.events))):
                 if self.events[i] is before:

@@ -1,9 +1,8 @@
-"""Result: what was active at which token of `generate`'s output.
+"""Result: the scores of each token of `generate`'s output.
 
 result = run.result(out)
 for concept in result.top(10, row=0):
     print(concept.score, " > ".join(concept.path), concept.token, concept.position)
-result.coverage.totals()
 table = result.to_arrow()                 # row, position, token_id, phase, concept, level, score
 """
 
@@ -24,7 +23,7 @@ from probemon.core.aggregate import Aggregator, Doubles, named, over
 from probemon.core.baselines import is_of_traffic, needs_every_token, with_counts
 from probemon.core.hierarchy import Ints, Mask
 from probemon.core.memory_reads import Reading, with_texts
-from probemon.core.scores import PHASES, Coverage, HostState, Scores
+from probemon.core.scores import PHASES, Coverage, ModelState, Scores
 from probemon.engine.audit import Audit
 from probemon.errors import AlignmentError, ConfigError
 from probemon.packs.group import AnyPack, PackGroup
@@ -42,8 +41,8 @@ from probemon.util.token_texts import TokenTexts
 class ConceptScore:
     """A concept at a token.
 
-    `strength`: logit of the score minus that of its alert threshold, NaN without one. `precision`: the share of what
-    fires that was right where the pack was calibrated, NaN where the pack does not say.
+    `strength`: logit of the score minus logit of the threshold, NaN without one
+    `precision`: share of right fires in calibration, NaN if unknown
     """
 
     concept: str
@@ -62,9 +61,7 @@ class ConceptScore:
 
 
 def describe(pack: AnyPack, probe: int, score: float, threshold: float | None = None, **where: Any) -> ConceptScore:
-    """Describe a probe and its score in words. `threshold`: what it had to exceed, by default its alert threshold. Of a
-    lower one nobody knows how often it is right.
-    """
+    """Return a `ConceptScore`. A `threshold` below the alert threshold has no known precision."""
     concept, alert = pack.concepts[probe], float(pack.alert_threshold[probe])
     threshold = alert if threshold is None else threshold
     return ConceptScore(
@@ -83,7 +80,7 @@ def describe(pack: AnyPack, probe: int, score: float, threshold: float | None = 
 
 
 def firing(scores: Scores, t: int, above: Doubles | None = None) -> dict[int, float]:
-    """Return the firing probes of state `t` with their scores, ascending; `above` as in `leading`."""
+    """Return `{probe: score}` of the firing probes of state `t`, ascending; `above` as in `leading`."""
     values = dict(zip(scores.active(t).tolist(), scores.active_scores(t).tolist(), strict=True))
     return {p: values[p] for p in scores.fired(t).tolist() if above is None or values[p] > above[p]}
 
@@ -91,10 +88,10 @@ def firing(scores: Scores, t: int, above: Doubles | None = None) -> dict[int, fl
 def leading(
     pack: AnyPack, scores: Scores, t: int, k: int, above: Doubles | None = None, **where: Any
 ) -> list[ConceptScore]:
-    """Return the firing concepts of state `t` by strength, at most `k`: of those on one path the lowest alone.
+    """Return at most `k` firing concepts by strength, only the lowest of each path.
 
-    `above [P]`: what scores have to exceed beside their alert thresholds, infinite for a concept that is left out.
-    `where`: the token's position, ID and text, for the concepts' fields of these names.
+    `above [P]`: further thresholds; inf excludes a concept
+    `where`: fields of the token
     """
     values = firing(scores, t, above)
     lowest = without_ancestors(pack, list(values))
@@ -102,22 +99,20 @@ def leading(
 
 
 def without_ancestors(pack: AnyPack, probes: Sequence[int]) -> list[int]:
-    """Return the probes less those on the path shown of another of them, which says what they say. One that stands
-    above by another parent is on no such path, and stays.
-    """
+    """Return the probes without those on the displayed path of another. An ancestor by a second parent stays."""
     above = {ancestor for probe in probes for ancestor in pack.tree.path(probe)[:-1]}
     return [probe for probe in probes if probe not in above]
 
 
 def told_reasons(unseen: Sequence[str], most: int) -> list[str]:
-    """Return "N: reason" for the commonest reasons of tokens that are unseen, and how many reasons are left out."""
+    """Return the commonest reasons of unseen tokens, and the number of others."""
     reasons = Counter(reason for reason in unseen if reason)
     words = [f"{n:,}: {clip(reason, 200)}" for reason, n in reasons.most_common(most)]
     return words + ([f"and {len(reasons) - most:,} more reasons"] if len(reasons) > most else [])
 
 
 def without_thresholds(pack: AnyPack) -> Mask:
-    """Return the mask `[P]` of probes of packs without any alert threshold, of which nothing ever fires."""
+    """Return the mask `[P]` of probes whose pack has no alert thresholds."""
     if isinstance(pack, PackGroup):
         mask = np.zeros(pack.n_probes, dtype=bool)
         for number, one in zip(pack.numbers, pack.packs.values(), strict=True):
@@ -129,9 +124,9 @@ def without_thresholds(pack: AnyPack) -> Mask:
 def ranked(
     pack: AnyPack, scores: Scores, t: int, k: int, above: Doubles | None = None, **where: Any
 ) -> list[ConceptScore]:
-    """Return the best-scoring active concepts of state `t`, at most `k`, of packs without any alert threshold.
+    """Return the `k` best active concepts, firing or not, of packs without alert thresholds.
 
-    They are first, not firing. Equal scores go by the probe's number. `above` and `where` as in `leading`.
+    `above`, `where`: as in `leading`
     """
     bare = without_thresholds(pack)
     if not bare.any():
@@ -146,7 +141,7 @@ def ranked(
 
 @dataclass(frozen=True)
 class Aggregate:
-    """A running score: `values[i]` float64 after the token at `positions[i]`; `n_inactive` tokens counted as 0."""
+    """A running score: `values[i]` float64 after `positions[i]`; `n_inactive` tokens counted as 0."""
 
     aggregate: str
     positions: Ints
@@ -155,20 +150,17 @@ class Aggregate:
 
 
 class Result:
-    """Every real token of the output in the order of row, then position, each with its scores.
+    """Every token of the output by row, then position, without padding.
 
-    `row`, `position`, `token_id`, `phase` `[M]` (phase 0 prompt, 1 generated by this `generate()`, to which what an
-    earlier turn on its cache generated was given; `position` is a column of the output, so `out[row, position] ==
-    token_id`), `scores` (a `Scores` of M states) and `coverage` (its `Coverage`).
-    `reads`: what memories of the host read, where the run watched them (a follower `Routing`), else None.
-    `host`: adapters, quantisation and devices of the model when the generation began; `host_changed`: they were others,
-    weights were written to, or modules and configuration were set otherwise, before it ended or in an earlier turn on
-    the same cache, so that its tokens come from different models. Not noticed are writes by way of `.data`, to a model
-    that was made in inference mode, or to what lies within a quantised weight; what hooks of others do; and what is no
-    attribute of a module: docs/doctor.md has the list. `requests`: of continuous batching, by row. Padding and what
-    follows the end of a row are not tokens. `deployment`: the sha256 of the deployment by whose rules it was watched,
-    None without one; where what is watched was changed in between, of the last.
-    `watches`: (row, position, number), from which position of a row `run.watches[number]` says what was watched.
+    - `row`, `position`, `token_id`, `phase`: `[M]`; phase 0: prompt and earlier turns, 1: generated; `out[row,
+      position] == token_id`
+    - `scores`, `coverage`: of M states
+    - `reads`: of the model's memories, with a follower `Routing`
+    - `host`: the model's adapters, quantisation and devices at the beginning
+    - `model_changed`: these, weights, modules or configuration changed since; docs/operations.md lists exceptions
+    - `requests`: in continuous batching, by row
+    - `deployment`: sha256 of the last one in force
+    - `watches`: `(row, position, number)`: from there by `run.watches[number]`
     """
 
     def __init__(
@@ -176,49 +168,49 @@ class Result:
         pack: AnyPack,
         tokenizer: Any,
         tokens: RecordedTokens,
-        host: HostState | None = None,
+        host: ModelState | None = None,
         *,
-        host_changed: bool = False,
+        model_changed: bool = False,
         requests: tuple[str, ...] = (),
         watches: tuple[tuple[int, int, int], ...] = (),
     ) -> None:
         self.pack, self.host, self.requests = pack, host, requests
-        self.host_changed, self.watches = host_changed, watches
+        self.model_changed, self.watches = model_changed, watches
         self.row, self.position, self.token_id, self.phase = tokens.row, tokens.position, tokens.token_id, tokens.phase
         self.scores: Scores = tokens.scores
         self.reads, self._begins = tokens.reads, tokens.begins
-        self.deployments: dict[int, str | None] = {}  # of each state in `watches`
+        self.deployments: dict[int, str | None] = {}
         self._tokenizer = tokenizer
 
     @property
     def coverage(self) -> Coverage:
-        """What was looked at, token by token; `.totals()` sums."""
+        """Return the coverage of each token; `.totals()` sums."""
         return self.scores.coverage
 
     @property
     def audit(self) -> Audit:
-        """What the descent found of all there was, on the audited tokens (`DynamicProbeManager(audit_rate=...)`)."""
+        """Return the audit of the descent (`audit_rate=...`)."""
         return Audit.of(self.coverage)
 
     def before(self, position: int) -> Result:
-        """Return the result of the tokens before a position alone."""
+        """Return the result of the tokens before a position."""
         position = _check_position(position)
-        kept = np.flatnonzero(self.position < position)
+        indices = np.flatnonzero(self.position < position)
         tokens = RecordedTokens(
-            self.row[kept],
-            self.position[kept],
-            self.token_id[kept],
-            self.phase[kept],
-            self.scores.take(kept),
-            None if self.reads is None else self.reads.take(kept),
-            None if self._begins is None else self._begins[kept],
+            self.row[indices],
+            self.position[indices],
+            self.token_id[indices],
+            self.phase[indices],
+            self.scores.take(indices),
+            None if self.reads is None else self.reads.take(indices),
+            None if self._begins is None else self._begins[indices],
         )
         result = Result(
             self.pack,
             self._tokenizer,
             tokens,
             self.host,
-            host_changed=self.host_changed,
+            model_changed=self.model_changed,
             requests=self.requests,
             watches=tuple(one for one in self.watches if one[1] < position),
         )
@@ -226,7 +218,7 @@ class Result:
         return result
 
     def at(self, row: int, position: int) -> int:
-        """The index of a token, for `scores.top(index)` and the other per-token answers."""
+        """Return the index of a token."""
         row, position = check_count("row", row), _check_position(position)
         matches = np.flatnonzero((self.row == row) & (self.position == position))
         if not len(matches):
@@ -234,11 +226,10 @@ class Result:
         return int(matches[0])
 
     def top(self, k: int = 10, row: int = 0, *, phase: str | None = None) -> list[ConceptScore]:
-        """The `k` best concepts of a row, each once, at the token where it was best.
+        """Return the `k` best concepts of a row, each once, at its best token.
 
-        Ranked by strength over the alert threshold where the pack is calibrated (a general concept has a high
-        score at every token; what it exceeds its threshold by is news), by score where it is not; ties to the
-        lower probe number, then the earlier token. `phase`: only "prompt" or "generated" tokens.
+        By strength, since general concepts score high everywhere, or by score without thresholds; then lower probe,
+        earlier token. `phase`: "prompt" or "generated"
         """
         k = check_count("k", k)
         chosen = self._of_phase(self._of_row(row), phase)
@@ -246,7 +237,7 @@ class Result:
         entries = np.flatnonzero(chosen[entry_token])
         probes, values = self.scores.probes[entries], self.scores.values[entries]
         threshold = self.pack.alert_threshold.numpy()[probes]
-        bare, rank = np.isnan(threshold), strength_or_score(values, threshold)  # those with a strength come first
+        bare, rank = np.isnan(threshold), strength_or_score(values, threshold)
         best: list[ConceptScore] = []
         taken: set[int] = set()
         for i in np.lexsort((entry_token[entries], probes, -rank, bare)).tolist():
@@ -259,39 +250,35 @@ class Result:
         return best
 
     def leading(self, index: int, k: int = 3) -> list[ConceptScore]:
-        """The firing concepts of one token by strength, at most `k`: of those on one path the lowest alone."""
+        """Return at most `k` firing concepts of a token by strength, only the lowest of each path."""
         index = self._check_index("index", index)
         return leading(self.pack, self.scores, index, check_count("k", k), **self.where(index))
 
     def reading(self, index: int, k: int = 1) -> list[Reading]:
-        """What each memory of the host read at one token: of each its `k` most read slots; none of an unseen token.
-
-        Raises `ConfigError` where the run watched no memory.
-        """
+        """Return the `k` most read slots of each memory at a token. Raises `ConfigError` without a watched memory."""
         index = self._check_index("index", index)
         if self.reads is None:
             raise ConfigError(
-                "no memory was watched: give attach(..., followers=[Routing()]), on a host with memory slots"
-                " (docs/memory-hosts.md)"
+                "no memory was watched: give attach(..., followers=[Routing()]), on a model with memory slots"
+                " (docs/memory-and-routing.md)"
             )
         return with_texts(self.reads.of(index, check_count("k", k)), self._tokenizer)
 
     def aggregate(
         self, concept: str | int, aggregate: str | Aggregator, row: int = 0, *, phase: str | None = "generated"
     ) -> Aggregate:
-        """The running score of a concept over the tokens of a row: what a rule of `run.on(..., aggregate=)` compares.
+        """Return the running score of a concept in a row, as rules compare it.
 
-        A token at which the concept was not active counts as 0 (`.n_inactive`), but is an error where the last tokens
-        are a baseline; an unseen one is left out. Each of several sequences that are packed in a row begins anew.
-        `phase`: "prompt", "generated" or None for every token. Raises `UnknownConcept`, `ConfigError`.
+        Inactive tokens count as 0, or are an error if the aggregate needs every token; unseen tokens are left out.
+        Packed sequences begin again. `phase`: "prompt", "generated" or None. Raises `UnknownConcept`, `ConfigError`.
         """
         probe = self.pack.find(concept)
         aggregator = with_counts(named(aggregate), self.pack, [probe])
         chosen = self._of_phase(self._of_row(row), phase)
         if is_of_traffic(aggregator):
             raise ConfigError(
-                f"{aggregator} compares with what all rows had generated by then, which a result does not know: its"
-                " rule's events have the values, and `over` makes them of tokens in the order in which they came"
+                f"{aggregator} compares with the tokens of all rows up to then, which a result does not have: read the"
+                " values in its rule's events, or compute them with `over` from tokens in the order in which they came"
             )
         if any(self.coverage.unseen[i] == FORGOTTEN for i in np.flatnonzero(chosen)):
             raise ConfigError(
@@ -304,13 +291,13 @@ class Result:
         if n_inactive and needs_every_token(aggregator):
             raise ConfigError(
                 f"{self.pack.concepts[probe]['id']} was not evaluated at {n_inactive} of {len(tokens)} tokens, so"
-                f" {aggregator} would compare with scores that nobody knows: give always_on, or a rule"
+                f" {aggregator} would compare with unknown scores: give always_on, or a rule"
             )
         running = [over(aggregator, column[part][:, None])[:, 0] for part in self._sequences(tokens)]
         return Aggregate(str(aggregator), self.position[tokens], np.concatenate(running), n_inactive)
 
     def _sequences(self, tokens: np.ndarray) -> list[np.ndarray]:
-        """Divide tokens of a row by the sequences that are packed in it."""
+        """Split tokens of a row by packed sequence."""
         if self._begins is None:
             return [tokens]
         number = np.cumsum(self._begins)[tokens]
@@ -323,10 +310,9 @@ class Result:
         return np.asarray(chosen)
 
     def to_arrow(self) -> Any:
-        """A `pyarrow.Table` with a line for each token and active concept. Needs the extra `corpus`.
+        """Return a `pyarrow.Table` with a row for each token and active concept. Needs the extra `corpus`.
 
-        Columns row, position, token_id, phase, concept, level, score. Tokens without scores have no line: what
-        was not seen stands in the schema's metadata, under `probemon`, beside the totals of the coverage.
+        Schema metadata `probemon`: unseen tokens and coverage totals.
         """
         pa = import_arrow("to_arrow")
         token = self.scores.state_of
@@ -336,9 +322,9 @@ class Result:
             for i, reason in enumerate(self.coverage.unseen)
             if reason
         ]
-        about = {"pack": self.pack.name, "coverage": self.coverage.totals(), "unseen": unseen}
+        metadata = {"pack": self.pack.name, "coverage": self.coverage.totals(), "unseen": unseen}
         if self.deployment is not None:
-            about["deployment"] = self.deployment
+            metadata["deployment"] = self.deployment
         columns = {
             "row": pa.array(self.row[token].astype(np.int32)),
             "position": pa.array(self.position[token].astype(np.int32)),
@@ -348,11 +334,11 @@ class Result:
             "level": pa.array(self.pack.tree.level[self.scores.probes].astype(np.int16)),
             "score": pa.array(self.scores.values),
         }
-        return pa.table(columns).replace_schema_metadata({"probemon": json.dumps(about)})
+        return pa.table(columns).replace_schema_metadata({"probemon": json.dumps(metadata)})
 
     @property
     def deployment(self) -> str | None:
-        """Return the sha256 of the deployment that held last, of whichever row; None where no file said so."""
+        """Return the sha256 of the last deployment in force, or None."""
         return self.deployments.get(max(number for *_, number in self.watches)) if self.watches else None
 
     def __len__(self) -> int:
@@ -363,7 +349,7 @@ class Result:
         return f"Result({totals['tokens']} tokens, {totals['unseen']} unseen, {len(self.scores.values)} scores)"
 
     def _repr_html_(self) -> str:
-        from probemon.monitor.result_html import result_html  # it imports this module
+        from probemon.monitor.result_html import result_html  # circular import
 
         return result_html(self)
 
@@ -375,21 +361,20 @@ class Result:
         return np.asarray(chosen & (self.phase == PHASES.index(phase)))
 
     def where(self, token: int) -> dict[str, Any]:
-        """Return the position, the id and the text of a token, by its index."""
+        """Return the position, id and text of a token."""
         token = self._check_index("token", token)
         token_id = int(self.token_id[token])
         text = str(token_id) if self._tokenizer is None else self._tokenizer.decode([token_id])
         return {"position": int(self.position[token]), "token_id": token_id, "token": text}
 
     def tokens_of(self, row: int, phase: str | None = None) -> Ints:
-        """Return the indices of a row's tokens, of a phase alone or of both. Raises `ConfigError`."""
+        """Return the indices of a row's tokens. Raises `ConfigError`."""
         return np.flatnonzero(self._of_phase(self._of_row(row), phase))
 
     def texts(self, tokens: Ints | Sequence[int]) -> list[str]:
-        """Return what each of some tokens adds to the text; where several make one character, the last adds it.
+        """Return the text that each of `tokens` (indices) adds; a split character comes with its last token.
 
-        `tokens`: their indices. Together they are what the tokenizer makes of the tokens: of a character that is
-        unfinished, U+FFFD. Raises `ConfigError`.
+        An unfinished character becomes U+FFFD. Raises `ConfigError`.
         """
         indices = tokens.tolist() if isinstance(tokens, np.ndarray) else tokens
         if not isinstance(indices, Sequence):
@@ -404,7 +389,6 @@ class Result:
         return texts
 
     def _check_index(self, name: str, value: object) -> int:
-        """Return the index of a token of this result."""
         remedy = f"give the index of one of its {len(self.row)} tokens, from 0"
         return check_count(name, value, most=len(self.row) - 1, remedy=remedy)
 
@@ -421,7 +405,7 @@ def find_result(
     generation: int | None,
     keep_tokens: int | None,
 ) -> Result:
-    """The scores of the one of `recordings` that belongs to `out`: see `MonitorRun.result`."""
+    """Return the result of the recording that matches `out`."""
     if not hasattr(out, "sequences") and (isinstance(out, Mapping) or hasattr(out, "request_id")):
         outputs = dict(out) if isinstance(out, Mapping) else {out.request_id: out}
         return _result_of_requests(pack, tokenizer, recordings, outputs, keep_tokens)
@@ -437,26 +421,23 @@ def find_result(
     recording = find_recording(recordings, ids, sequences, generation=generation, keep_tokens=keep_tokens)
     watches = tuple((row, *one) for row in range(len(ids)) for one in recording.watched_from())
     return Result(
-        pack, tokenizer, recording.tokens(ids), recording.host, host_changed=recording.host_changed, watches=watches
+        pack, tokenizer, recording.tokens(ids), recording.host, model_changed=recording.model_changed, watches=watches
     )
 
 
 def _result_of_requests(
     pack: AnyPack, tokenizer: Any, recordings: Sequence[Recording], outputs: dict[str, Any], keep_tokens: int | None
 ) -> Result:
-    """Row i is the i-th request of continuous batching, its positions those of its prompt and what was generated."""
-    parts, hosts, changed = [], [], False
+    parts, states, changed = [], [], False
     watches: list[tuple[int, int, int]] = []
     for row, (request, output) in enumerate(outputs.items()):
         if getattr(output, "error", None) is not None:
-            raise AlignmentError(
-                f"request {request!r} failed in the host, so its tokens cannot be told: {output.error}"
-            )
+            raise AlignmentError(f"request {request!r} failed in the model, so its tokens are unknown: {output.error}")
         ids = np.asarray([[*output.prompt_ids, *output.generated_tokens]], dtype=np.int64)
         recording = find_recording(recordings, ids, output, request, keep_tokens=keep_tokens)
-        hosts.append(recording.host)
+        states.append(recording.host)
         watches += [(row, *one) for one in recording.watched_from()]
-        changed = changed or recording.host_changed
+        changed = changed or recording.model_changed
         parts.append(recording.tokens(ids))
     if not parts:
         raise ConfigError("out has no requests: give what generate_batch() returned, or one of its outputs")
@@ -464,13 +445,13 @@ def _result_of_requests(
         pack,
         tokenizer,
         RecordedTokens.join(parts, pack.n_probes),
-        hosts[0],
-        host_changed=changed or any(host != hosts[0] for host in hosts),
+        states[0],
+        model_changed=changed or any(state != states[0] for state in states),
         requests=tuple(outputs),
         watches=tuple(watches),
     )
 
 
 def _check_position(position: object) -> int:
-    # Those of a prompt of embeddings are below 0.
+    # Positions of a prompt of embeddings are negative.
     return check_count("position", position, least=-MOST, remedy="give a whole number, a column of the output")

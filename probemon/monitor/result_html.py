@@ -1,7 +1,4 @@
-"""A result as a notebook shows it: coverage, the text in the colours of its concepts, what each sentence is about.
-
-result_html(result)         # what result._repr_html_() returns
-"""
+"""HTML of a result for notebooks: coverage, coloured text, concepts by sentence."""
 
 from __future__ import annotations
 
@@ -19,15 +16,15 @@ from probemon.util.harmless_text import clip
 from probemon.util.static_html import Colours, fragment
 from probemon.util.templates import macros
 
-_TEXT_BYTES = 150_000  # of all rows together
+_TEXT_BYTES = 150_000  # of all rows
 _MOST_ROWS, _MOST_SENTENCES, _MOST_CONCEPTS, _MOST_REASONS = 8, 40, 12, 5
-_MOST_TOKENS = 6_000  # looked at on each side of where the answer begins
+_MOST_TOKENS = 6_000  # on each side of the answer's beginning
 _MOST_SUMMARISED = 20_000  # tokens of a row
 _PAGE = "monitor/result.html.j2"
 
 
 def result_html(result: Result) -> str:
-    """Return the HTML of a result. Of a long one the beginning of each answer and the end of its prompt are shown."""
+    """Return a result's HTML; long texts keep what is around the answer's beginning."""
     return fragment("Result", _parts(result))
 
 
@@ -61,25 +58,25 @@ def _coverage(result: Result) -> str:
 
 
 def _text(colours: Colours, result: Result, row: int, budget: int) -> Iterator[str]:
-    """Yield the tokens of a row by phase, and what of them is left out."""
+    """Yield a row's tokens by phase, with notes on omissions."""
     page, tokens = macros(_PAGE), result.tokens_of(row)
-    begin = int(np.argmax(result.phase[tokens] == GENERATED)) if len(tokens) else 0  # 0 where nothing was generated
+    begin = int(np.argmax(result.phase[tokens] == GENERATED)) if len(tokens) else 0  # 0 without an answer
     first, stop = max(0, begin - _MOST_TOKENS), min(len(tokens), begin + _MOST_TOKENS)
     window = tokens[first:stop]
     texts = result.texts(window)
-    made = dict[int, str]()
-    # The answer from its beginning, then the prompt from its end.
+    spans = dict[int, str]()
+    # The answer forwards, then the prompt backwards.
     for place in (*range(begin - first, len(window)), *range(begin - first - 1, -1, -1)):
         span = _span(colours, result, int(window[place]), texts[place])
         budget -= len(span.encode())
         if budget < 0:
             break
-        made[place] = span
-    places = sorted(made)
+        spans[place] = span
+    places = sorted(spans)
     if places and first + places[0] > 0:
         yield page.left_out("first", first + places[0])
     for phase, group in itertools.groupby(places, lambda place: int(result.phase[window[place]])):
-        yield page.text([made[place] for place in group], PHASES[phase])
+        yield page.text([spans[place] for place in group], PHASES[phase])
     n_after = len(tokens) - (first + places[-1] + 1 if places else 0)
     if n_after:
         yield page.left_out("last", n_after)
@@ -125,8 +122,8 @@ def _summary(result: Result, row: int, most: int) -> Iterator[str]:
 
 def _sentence(sentence: Stretch) -> tuple[str, str]:
     names = ", ".join(clip(concept.name, 60) for concept in sentence.concepts)
-    more = f" and {sentence.n_more:,} more" if sentence.n_more else ""
-    return clip(" ".join(sentence.text.split()), 300), names + more
+    rest = f" and {sentence.n_more:,} more" if sentence.n_more else ""
+    return clip(" ".join(sentence.text.split()), 300), names + rest
 
 
 def _line(concept: ConceptScore) -> tuple[tuple[str, ...], str, str, str]:

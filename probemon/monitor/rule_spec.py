@@ -1,11 +1,8 @@
-"""RuleSpec: a rule as it is written, by `run.on`, a deployment file, a request to a server, vLLM's client or the page.
+"""RuleSpec: a rule as users write it.
 
-    spec = RuleSpec("weapon", above=0.9, for_tokens=3, action="stop")
-    spec = RuleSpec.from_dict({"all_of": ["weapon", "crime"], "within": "prompt", "action": "record"})
-    rules = spec.rules(pack)                  # one for each concept that is meant, with its threshold
-    RuleSpec.schema()                         # of the dict, as JSON Schema
-
-A field stands here, and what it does to the asking of a rule in `probemon.monitor.rule_panel`: nowhere else.
+spec = RuleSpec("weapon", above=0.9, for_tokens=3, action="stop")
+spec = RuleSpec.from_dict({"all_of": ["weapon", "crime"], "within": "prompt", "action": "record"})
+rules = spec.rules(pack)                  # one for each matching concept
 """
 
 from __future__ import annotations
@@ -25,7 +22,7 @@ from probemon.packs.group import AnyPack, PackGroup
 from probemon.packs.strength import in_short
 from probemon.util.checks import check_count, check_number, check_text
 
-# Which tokens a rule is asked of, by the phases of its parts of a sequence.
+# The phases of the tokens that a rule applies to.
 WITHIN = {"answer": ("generated",), "prompt": ("prompt",), "any": ("prompt", "generated")}
 _CONCEPT = {"type": "string", "minLength": 1, "pattern": r"\S"}
 
@@ -45,7 +42,7 @@ class RuleFields(TypedDict, total=False):
 
 
 class Condition(NamedTuple):
-    """A concept's score, or what `aggregator` makes of those so far, is over `above`."""
+    """The running value of a concept's score exceeds `above`."""
 
     probe: int
     above: float
@@ -54,7 +51,7 @@ class Condition(NamedTuple):
 
 @dataclass(frozen=True)
 class Rule:
-    """A rule of one pack, as it is asked. The first concept of `all_of` is its own, the others are `also` wanted."""
+    """A rule of one pack; `also`: the other concepts of `all_of`."""
 
     probe: int
     above: float
@@ -68,25 +65,25 @@ class Rule:
 
     @property
     def actions(self) -> tuple[Action, ...]:
-        """What it may do."""
+        """Return `action` and `on_blind`."""
         return self.action, self.on_blind
 
     @property
     def probes(self) -> tuple[int, ...]:
-        """The probes that it compares."""
+        """Return the probes that it compares."""
         return self.probe, *(condition.probe for condition in self.also)
 
     @property
     def aggregators(self) -> tuple[Aggregator, ...]:
-        """What makes a running value of the scores of each."""
+        """Return their aggregators."""
         return self.aggregator, *(condition.aggregator for condition in self.also)
 
     def asks(self, phase: int) -> bool:
-        """Whether it is asked of tokens of a phase (`probemon.core.scores.PHASES`)."""
+        """True if it applies to a phase of `PHASES`."""
         return PHASES[phase] in WITHIN[self.within]
 
     def event_fields(self, pack: AnyPack) -> dict[str, Any]:
-        """Return what an `Event` says of it."""
+        """Return its part of an `Event`."""
         return {
             "above": self.above,
             "for_tokens": self.for_tokens,
@@ -96,7 +93,7 @@ class Rule:
         }
 
     def as_dict(self, pack: AnyPack) -> dict[str, Any]:
-        """Return it for JSON, with its concept and the threshold that holds."""
+        """Return it for JSON."""
         fields = self.event_fields(pack)
         return {
             "concept": pack.concepts[self.probe]["id"],
@@ -107,13 +104,13 @@ class Rule:
         }
 
     def in_words(self) -> tuple[str, str]:
-        """Return what a table shows of it: its threshold, and how many tokens of what."""
-        of = "" if str(self.aggregator) == "each" else f" of {self.aggregator}"
-        of_set = f" ({self.alert_set})" if self.alert_set else ""
-        where = "" if self.within == "answer" else f" of {'any part' if self.within == 'any' else 'the prompt'}"
-        more = f", and {len(self.also)} more at once" if self.also else ""
-        over = f"{in_short(self.above, '.3g')}{of}{of_set}{more}"
-        return over, f"{self.for_tokens} token{'s' * (self.for_tokens > 1)}{where}"
+        """Return its threshold and number of tokens, for a table."""
+        aggregate = "" if str(self.aggregator) == "each" else f" of {self.aggregator}"
+        alert_set = f" ({self.alert_set})" if self.alert_set else ""
+        part = "" if self.within == "answer" else f" of {'any part' if self.within == 'any' else 'the prompt'}"
+        others = f", and {len(self.also)} more at once" if self.also else ""
+        over = f"{in_short(self.above, '.3g')}{aggregate}{alert_set}{others}"
+        return over, f"{self.for_tokens} token{'s' * (self.for_tokens > 1)}{part}"
 
 
 def _field(default: Any, description: str, **schema: Any) -> Any:
@@ -122,24 +119,18 @@ def _field(default: Any, description: str, **schema: Any) -> Any:
 
 @dataclass(frozen=True)
 class RuleSpec:
-    """Act when a concept scores over `above` at `for_tokens` tokens in a row: once, until it was at `above` or below it
-    again at a token that was seen. With an aggregate that never falls, "max", that is once a row.
+    """Acts when a concept scores over `above` at `for_tokens` successive tokens; again only after a seen token at or
+    below it.
 
-    - `concept`: a name, an id, a number, a list of these, or a pattern over names and ids (`re.compile(...)`, or text
-      with `*`): a rule for each
-    - `all_of`: in its place two concepts or more, all of which have to score over the threshold at the same token; the
-      event is of the first
-    - `above`: by default each pack's alert threshold (of the set in force, of `alert_set`, or of the set that is called
-      rate_ and `rate`), with an aggregate the one calibrated for it
-    - `aggregate`: compares a running score instead of each token's own: "mean", "max", "attention", "ema:0.3", ... or
-      one of `probemon.core.aggregate`
-    - `within`: "answer" asks of generated tokens, "prompt" of those of the prompt (an injection in a document or in a
-      tool's output), "any" of both
-    - `action`: "stop" ends that row of the generation (the token sampled meanwhile is still in the output), "raise"
-      ends `generate` with `ConceptRaised`, a callable gets the `Event`, "record" does no more than put it into
-      `run.events`, and `Escalate` asks a judge (`probemon.ops.judges.escalation`)
-    - `on_blind`: the same at a token that was not seen, whose scores nobody knows, where the run goes on
-      (`attach(..., on_gap="report")`); "pass" does nothing, and a warning at the end says how many there were
+    - `concept`: a name, id, number, list of these, or pattern (`re.compile(...)`, text with `*`): a rule for each match
+    - `all_of`: instead, two or more concepts over their thresholds at one token; the event is of the first
+    - `above`: default: the alert threshold, of `alert_set` or of the set rate_ and `rate` if given
+    - `aggregate`: compare a running score: "mean", "max", "attention", "ema:0.3", ... or one of
+      `probemon.core.aggregate`
+    - `within`: tokens of the "answer", the "prompt" or "any"
+    - `action`: "stop" ends the row, after the token sampled meanwhile; "raise" ends `generate` with `ConceptRaised`;
+      "record" only adds to `run.events`; a callable takes the `Event`; `Escalate` asks a judge
+    - `on_blind`: action at a token without scores (`on_gap="report"`), or "pass"
 
     Raises `RuleError`, which names the field.
     """
@@ -161,7 +152,7 @@ class RuleSpec:
     )
     rate: float | None = _field(
         None,
-        "The same by its rate of false alarms: the set that is called rate_ and this number.",
+        "The alert set by its rate of false alarms: the set that is called rate_ and this number.",
         type="number",
         exclusiveMinimum=0,
         exclusiveMaximum=1,
@@ -173,18 +164,18 @@ class RuleSpec:
         type="string",
         minLength=1,
     )
-    for_tokens: int = _field(1, "So many tokens in a row.", type="integer", minimum=1)
+    for_tokens: int = _field(1, "The number of tokens in a row.", type="integer", minimum=1)
     within: str = _field(
-        "answer", "The tokens it is asked of: those of the answer, of the prompt, or any.", enum=list(WITHIN)
+        "answer", "The tokens that it applies to: those of the answer, of the prompt, or any.", enum=list(WITHIN)
     )
     action: Action = _field(
         "stop",
-        "record: an event, and no more. stop: end the answer. raise: end generate() with an error.",
+        "record: an event only. stop: end the answer. raise: end generate() with an error.",
         enum=list(ACTIONS),
     )
     on_blind: Action = _field(
         PASS,
-        "What follows at a token whose scores are not known. pass: nothing.",
+        "The action at a token whose scores are not known. pass: nothing.",
         enum=[PASS, *(action for action in ACTIONS if action != "record")],
     )
 
@@ -209,32 +200,32 @@ class RuleSpec:
                 raise RuleError(str(error), "above") from None
         if (self.concept is None) == (not self.all_of):
             raise RuleError("concept is missing: give an id, a name or a pattern, or two or more in all_of", "concept")
-        given = [name for name in ("above", "alert_set", "rate") if getattr(self, name) is not None]
-        if len(given) > 1:
-            raise RuleError(f"{given[1]} is given beside {given[0]}: give one of them", given[1])
+        sources = [name for name in ("above", "alert_set", "rate") if getattr(self, name) is not None]
+        if len(sources) > 1:
+            raise RuleError(f"{sources[1]} and {sources[0]} are both given: give one of them", sources[1])
 
     @classmethod
     def from_dict(cls, given: Mapping[str, Any], **more: Any) -> RuleSpec:
-        """Return the rule of a dict, such as JSON has it; `more`: fields that it cannot hold. Raises `RuleError`."""
+        """Return the rule of a dict and other fields, `more`. Raises `RuleError`."""
         for name in given:
             if name not in FIELDS:
-                known = ", ".join(FIELDS)
-                raise RuleError(f"a rule has no {name!r:.60}{closest(name, FIELDS)}: it has {known}", str(name))
+                fields = ", ".join(FIELDS)
+                raise RuleError(f"a rule has no {name!r:.60}{closest(name, FIELDS)}: it has {fields}", str(name))
         return cls(**{**given, **more})
 
     def to_dict(self) -> dict[str, Any]:
-        """Return it for JSON, without what it leaves to the default; an action by its name."""
-        told = {}
+        """Return it for JSON, without defaults."""
+        fields = {}
         for one in dataclasses.fields(self):
             value = getattr(self, one.name)
             if value != one.default:
                 value = named_action(value) if one.name in ("action", "on_blind") else value
-                told[one.name] = str(value) if isinstance(value, Aggregator) else value
-        return told
+                fields[one.name] = str(value) if isinstance(value, Aggregator) else value
+        return fields
 
     @classmethod
     def schema(cls, without: Sequence[str] = (), required: Sequence[str] = ()) -> dict[str, Any]:
-        """Return the JSON Schema of the dict, without some fields."""
+        """Return the JSON Schema of the dict."""
         fields = {one.name: dict(one.metadata["schema"]) for one in dataclasses.fields(cls)}
         for one in dataclasses.fields(cls):
             if isinstance(one.default, (str, int)):
@@ -247,7 +238,7 @@ class RuleSpec:
             "if": {"required": ["aggregate"], "properties": {"aggregate": {"pattern": r"^\s*z:"}}},
             "else": {
                 "properties": {
-                    "above": {"description": "Less than 1, but where aggregate is a z-score.", "exclusiveMaximum": 1}
+                    "above": {"description": "Less than 1, unless aggregate is a z-score.", "exclusiveMaximum": 1}
                 }
             },
             "dependentSchemas": {
@@ -258,29 +249,29 @@ class RuleSpec:
         }
 
     def rules(self, pack: AnyPack) -> list[Rule]:
-        """Return the rules of a pack: one for each concept that is meant, one for all of `all_of`. Raises
-        `UnknownConcept`, `ConfigError` for what has no threshold.
+        """Return a rule for each matching concept, or one for `all_of`. Raises `UnknownConcept`, and `ConfigError` if
+        there is no threshold.
         """
-        of_set = f"rate_{self.rate:g}" if self.rate is not None else self.alert_set
-        chosen = pack if of_set is None else pack.with_alert_set(of_set)
+        alert_set = f"rate_{self.rate:g}" if self.rate is not None else self.alert_set
+        chosen = pack if alert_set is None else pack.with_alert_set(alert_set)
         aggregator = named(self.aggregate)
         probes = [chosen.find(one) for one in self.all_of] if self.concept is None else chosen.find_all(self.concept)
         if len(set(probes)) < len(self.all_of):
             raise RuleError("all_of names a concept twice: give each once", "all_of")
-        # Each knows of its own concept, where it compares with what a pack knows.
-        own = [with_counts(aggregator, chosen, [probe]) for probe in probes]
+        # An aggregator that compares with the pack's counts needs those of its concept.
+        aggregators = [with_counts(aggregator, chosen, [probe]) for probe in probes]
         levels = (
             chosen.thresholds_for(aggregator)[probes].tolist() if self.above is None else [self.above] * len(probes)
         )
-        for probe, level, most in zip(probes, levels, map(ceiling, own), strict=True):
-            if self.above is None and not level < 1:  # NaN: not calibrated; 1: the rate is met by no lower one
+        for probe, level, most in zip(probes, levels, map(ceiling, aggregators), strict=True):
+            if self.above is None and not level < 1:  # NaN: not calibrated; 1: no threshold met the rate
                 raise ConfigError(
                     f"{chosen.concepts[probe]['id']} has no alert threshold in {chosen.name} for {aggregator} that a"
                     f" score can exceed ({level}): give above="
                 )
             check_above(aggregator, level, most)
-        is_own = self.above is None and str(aggregator) == "each"
-        conditions = [Condition(*one) for one in zip(probes, map(float, levels), own, strict=True)]
+        uses_set = self.above is None and str(aggregator) == "each"
+        conditions = [Condition(*one) for one in zip(probes, map(float, levels), aggregators, strict=True)]
         parts = [conditions] if self.concept is None else [[condition] for condition in conditions]
         return [
             Rule(
@@ -289,7 +280,7 @@ class RuleSpec:
                 self.for_tokens,
                 first.aggregator,
                 self.action,
-                _set_of(chosen, first.probe) if is_own else None,
+                _set_of(chosen, first.probe) if uses_set else None,
                 self.on_blind,
                 self.within,
                 tuple(others),
@@ -326,12 +317,12 @@ def _check_within(name: str, value: Any) -> str:
 
 
 def _check_action(name: str, value: Any) -> Any:
-    known = (*ACTIONS,) if name == "action" else (PASS, *ACTIONS)
-    if (isinstance(value, str) and value in known) or isinstance(value, AskedAction) or callable(value):
+    actions = (*ACTIONS,) if name == "action" else (PASS, *ACTIONS)
+    if (isinstance(value, str) and value in actions) or isinstance(value, AskedAction) or callable(value):
         return value
     hint = " (run.hold wraps a streamer)" if name == "action" else ""
-    said = ", ".join(map(repr, known))
-    raise ConfigError(f"{name} is {value!r:.80}: give {said}, an Escalate or a callable that takes the event{hint}")
+    choices = ", ".join(map(repr, actions))
+    raise ConfigError(f"{name} is {value!r:.80}: give {choices}, an Escalate or a callable that takes the event{hint}")
 
 
 _CHECKS: dict[str, Any] = {
@@ -348,6 +339,6 @@ FIELDS = tuple(one.name for one in dataclasses.fields(RuleSpec))
 
 
 def _set_of(pack: AnyPack, probe: int) -> str | None:
-    """Return the name of the set of alert thresholds that is in force in a probe's pack."""
-    of_all = pack.alert_set
-    return pack.pack_of(probe).alert_set if of_all and isinstance(pack, PackGroup) else of_all
+    """Return the alert set in force in a probe's pack."""
+    alert_set = pack.alert_set
+    return pack.pack_of(probe).alert_set if alert_set and isinstance(pack, PackGroup) else alert_set

@@ -1,12 +1,11 @@
-"""MonitorRun: what `manager.attach(...)` yields; watches one host model while its `with` block is open.
+"""MonitorRun: watches one model while its `with` block is open.
 
     with manager.attach(model, tokenizer) as run:
         run.on("weapon", above=0.9, for_tokens=3, action="stop")
         out = model.generate(**inputs, max_new_tokens=50, stopping_criteria=run.stopping_criteria)
     result = run.result(out)
 
-A `Watcher` gives tokens with their hidden states, in order, to a `TokenScorer`; a `Publisher` records their scores,
-asks the rules and tells the followers; `result` reads the recordings.
+Tokens go from a `Watcher` through a `TokenScorer` to a `Publisher`, which serves recordings, rules and followers.
 """
 
 from __future__ import annotations
@@ -62,20 +61,15 @@ LOG = logging.getLogger("probemon")
 
 @dataclass(frozen=True)
 class RunOptions:
-    """How a run deals with what goes wrong, and what it keeps: the options of `manager.attach`. Raises `ConfigError`.
+    """The options of `manager.attach`. Raises `ConfigError`.
 
-    - `strict`: raise for another model's weights, which otherwise warn
-    - `on_gap`: "raise" `AlignmentError` where our hooks did not see a forward, or "report" it: the tokens are unseen
-      then, `run.gaps` has it, and followers hear of it
-    - `callback_errors`: "raise" `CallbackFailed` when the block ends for what actions, followers and sinks raised, or
-      only "report" it (`run.failures`, the log)
-    - `keep_tokens`: how many tokens keep their scores at least, the oldest are forgotten first (None: all). Of each row
-      the ids of as many stay, for judges
-    - `one_thread`: watch only what the thread generates that enters the block. Threads can then each attach a run of
-      their own to one model, with its own rules and results. Continuous batching, which has a thread of its own, is
-      refused
-    - `breaker`: errors of scoring make tokens unseen and, when there are many, pause it, instead of ending a
-      generation. A `Circuit` in its place is shared by the runs that are given it
+    - `strict`: raise for another model's weights, instead of a warning
+    - `on_gap`: if a forward bypassed our hooks, "raise" `AlignmentError`, or "report" it (`run.gaps`, followers)
+    - `callback_errors`: "raise" `CallbackFailed` at the end, or only "report" them (`run.failures`, log)
+    - `keep_tokens`: keep the scores of at least so many tokens (None: all), and so many ids a row for judges
+    - `one_thread`: watch only the thread that enters the block, so that each thread can attach a run. Excludes
+      continuous batching
+    - `breaker`: scoring errors make tokens unseen and, if frequent, pause scoring. Runs may share a `Circuit`
     """
 
     strict: bool = False
@@ -87,7 +81,7 @@ class RunOptions:
 
     def __post_init__(self) -> None:
         if callable(self.on_gap):
-            raise ConfigError('on_gap is "raise" or "report": give a follower with a method gap() what is to be called')
+            raise ConfigError('on_gap is "raise" or "report": for a callback, give a follower with a method gap()')
         for name in ("on_gap", "callback_errors"):
             if getattr(self, name) not in ("raise", "report"):
                 raise ConfigError(f'{name} is {getattr(self, name)!r}: give "raise" or "report"')
@@ -103,14 +97,12 @@ class RunOptions:
 
 
 class MonitorRun:
-    """One attachment. The constructor resolves everything, so a bad pack or host leaves nothing behind.
+    """One attachment. The constructor resolves everything, so an error leaves no hooks behind.
 
-    - `followers`: what hears the run, in order: a `Follower`, a sink, or a callable `(placed, scores)`
-    - `options`: see `RunOptions`
-    - `deployment`: the file whose rules and followers hold from where the block begins, on the host that it names
-    - `source`: makes where the tokens come from, a `Watcher` by default; one of another kind checks its host itself
+    - `followers`: each a `Follower`, a sink, or a callable `(placed, scores)`
+    - `source`: makes the token source; others than `Watcher` check their model themselves
 
-    Raises `HostMismatch` (hidden size, layer count, strict weights), `NotSupportedHost`, `ConfigError`.
+    Raises `ModelMismatch` (hidden size, layer count, strict weights), `UnsupportedModel`, `ConfigError`.
     """
 
     def __init__(
@@ -124,8 +116,8 @@ class MonitorRun:
         source: Callable[..., TokenSource] = Watcher,
     ) -> None:
         if source is Watcher:
-            given, model = model, unwrap(model)
-            needs_its_wrapper(given, model)  # raises where an adapter would not act
+            wrapped, model = model, unwrap(model)
+            needs_its_wrapper(wrapped, model)  # raises if an adapter would have no effect
             check_host(manager.pack, model, strict=options.strict)
             if deployment is not None:
                 deployment.check_host(manager.pack, model)
@@ -134,7 +126,7 @@ class MonitorRun:
         self._failures, self._entered, self._calls = Failures(), False, LentCalls()
         self._followers, self._begun = Followers(self._failures), list[Follower]()
         self._watches = Watches(manager)
-        # The hooks on the host hold what is below, and nothing of it this run: one that is dropped is taken off.
+        # Hooks hold the objects below but never this run, so a dropped run can be collected.
         parts = _Parts()
         publisher = self._publisher = Publisher(
             manager.pack,
@@ -146,9 +138,9 @@ class MonitorRun:
         )
         if options.on_gap == "report":
             self._followers.add(_KeptGaps(self.gaps))
-        filed = () if deployment is None else deployment.followers(manager.pack, followers)
+        file_followers = () if deployment is None else deployment.followers(manager.pack, followers)
         sites: list[str | Site] = list(manager.pack.sites)
-        for follower in map(self._as_follower, [*filed, *_listed(followers)]):
+        for follower in map(self._as_follower, [*file_followers, *_listed(followers)]):
             sites += self._sites_of(follower)
             self._followers.add(follower, sink=isinstance(follower, Delivery))
         breaker = options.breaker or (None if deployment is None else deployment.breaker)
@@ -165,9 +157,9 @@ class MonitorRun:
             reports=self._followers,
             one_thread=options.one_thread,
         )
-        self._holds_host = options.strict or (deployment is not None and deployment.names_host)
-        if isinstance(self._watcher, Watcher):  # what was compared above; an engine of its own has no marks
-            publisher.newest_mark = self._watcher.host_mark()
+        self._holds_model = options.strict or (deployment is not None and deployment.names_model)
+        if isinstance(self._watcher, Watcher):  # external engines have no marks
+            publisher.newest_mark = self._watcher.model_mark()
         self._stack = ExitStack()
         self._parts = parts
         self._dropped: weakref.finalize[Any, Any] | None = None
@@ -185,21 +177,21 @@ class MonitorRun:
             f" recording{'s' * (n_recordings != 1)})"
         )
 
-    # -- the face --------------------------------------------------------------------------------
+    # -- public interface ------------------------------------------------------------------------
 
     def on(self, concept: Wanted | None = None, **fields: Unpack[RuleFields]) -> None:
-        """Act when a concept scores over a threshold, with the fields of a `RuleSpec` (`probemon.monitor.rule_spec`):
+        """Act when a concept scores over a threshold. `fields`: of `probemon.monitor.rule_spec.RuleSpec`.
 
             run.on("weapon", above=0.9, for_tokens=3, action="stop")
             run.on("injection", within="prompt", action="record")
             run.on(all_of=["weapon", "crime"], action=print)
 
-        The concepts are evaluated at every token from now on. Raises `UnknownConcept`, `ConfigError`.
+        Raises `UnknownConcept`, `ConfigError`.
         """
         if self._watcher.generating:
             raise ConfigError("run.on cannot change what is watched while generate() runs: call it before")
-        given: dict[str, Any] = {"concept": concept, **fields}
-        self.add_rules(self._lending(RuleSpec.from_dict(given).rules(self.manager.pack)))
+        spec_fields: dict[str, Any] = {"concept": concept, **fields}
+        self.add_rules(self._lending(RuleSpec.from_dict(spec_fields).rules(self.manager.pack)))
 
     def _lending(self, rules: Sequence[Rule]) -> list[Rule]:
         """Return rules that hooks may hold."""
@@ -210,13 +202,13 @@ class MonitorRun:
         return action if isinstance(action, (str, Named, AskedAction)) else self._calls.lend(action)
 
     def add_rules(self, rules: Sequence[Rule]) -> None:
-        """Ask these rules of generated tokens, too: see `on`."""
+        """Add rules: see `on`."""
         self._check_not_ended("a rule")
         self._check_rules(rules)
         self._watches.add(rules, count=bool(self._publisher.tokens))
 
     def _check_rules(self, rules: Sequence[Rule]) -> None:
-        """Raise `ConfigError` where this run cannot ask whom they ask; and let what asks hear the run."""
+        """Raise `ConfigError` for unsupported actions; add deciders."""
         check_asked(rules, self.tokenizer, self.options.keep_tokens)
         self._publisher.prepare(rules)
 
@@ -229,11 +221,7 @@ class MonitorRun:
         *,
         count: bool = False,
     ) -> None:
-        """Hold to a deployment's rules, and to what it says is always on and excluded, where that is given.
-
-        `count`: from the next token on, as a new state of `watches`; else from the first one. Raises what `update`
-        does.
-        """
+        """Apply a deployment's rules, `always_on` and `exclude`. `count`: as a new state. Raises as `update`."""
         self._check_rules(rules)
         self._watches.change(
             of_file=rules, always_on=always_on, exclude=exclude, deployment=deployment.sha256, count=count
@@ -248,19 +236,16 @@ class MonitorRun:
         always_on: Wanted | None = None,
         exclude: Wanted | None = None,
     ) -> int:
-        """Change what is watched while the host generates, from any thread, whole or not at all.
+        """Change what is watched, atomically and from any thread, for every token scored from now on.
 
             run.update(exclude=["plant"], rules=[{"concept": "weapon", "above": 0.5, "action": "stop"}])
-            run.update("watch.yaml")                        # a deployment file that was edited
+            run.update("watch.yaml")                        # an edited deployment file
 
-        It holds for every token that is scored from now on. What is given replaces what was: the run's own rules, each
-        with the fields of a `RuleSpec`; the concepts that are always on; those that are excluded. A file replaces the
-        rules of the file before it, never the run's own, and the other two; all else in it has to say what the file
-        said that the run began with. A rule that stays goes on with its streaks.
+        Each argument replaces the former value; `rules` the run's own rules, a file those of the former file. Nothing
+        else in a file may change. Rules that stay keep their streaks.
 
-        Returns the number of the state that holds now: `run.watches[number]` says what it is, and `result.watches`
-        from which position on it held. Raises `DeploymentError`, `UnknownConcept`, `ConfigError`,
-        `NotSupportedDecoding` (a stop while beams run); what held before goes on then.
+        Returns the new state's number in `run.watches` and `result.watches`. Raises `DeploymentError`,
+        `UnknownConcept`, `ConfigError`, `UnsupportedDecoding` (a stop while beams run), and then changes nothing.
         """
         self._check_not_ended("what is watched")
         change = Change.of(self.manager, self.deployment, deployment, rules, always_on, exclude)
@@ -275,38 +260,29 @@ class MonitorRun:
 
     @property
     def watches(self) -> list[Watched]:
-        """Return what was watched, state by state: as it began, then after every `update`, and every `on` between
-        generations.
-        """
+        """Return what was watched, state by state."""
         return list(self._watches.past)
 
     @property
     def events(self) -> deque[Event]:
-        """Return the newest 1,000 events of rules, whatever their action."""
+        """Return the newest 1,000 events."""
         return self._publisher.events
 
     def hold(self, streamer: Any, *, show_last: bool = False) -> HeldStreamer:
-        """Wrap a streamer so that it shows a token only once its own score is known and no rule stopped at it.
-
-        Use it as `generate(streamer=run.hold(streamer))`. The last token generated has no score and stays hidden,
-        unless `show_last`: see `HeldStreamer`.
+        """Wrap a streamer for `generate(streamer=...)` to show tokens only after their rules. The last token has no
+        score and is hidden, unless `show_last`.
         """
         return HeldStreamer(streamer, self._watcher.current, show_last)
 
     @property
     def stopping_criteria(self) -> StoppingCriteriaList:
-        """Return criteria for `generate(stopping_criteria=...)` that end the rows that an action stopped.
-
-        A stop takes effect without them too, since the run sees every step of `generate`: passing them states the
-        intent.
-        """
+        """Return criteria for `generate(stopping_criteria=...)`. Optional: stops take effect without them."""
         return StoppingCriteriaList([StoppedRows(self._watcher)])
 
     def follow(self, follower: Any) -> Follower:
-        """Let somebody hear all that happens from now on: a `Follower`, a sink or a callable `(placed, scores)`.
+        """Add a `Follower`, sink or callable `(placed, scores)`; return its follower.
 
-        Returns the follower that it is or became (a `Delivery` for a sink). Raises `ConfigError` after the block, for
-        one that reads hidden states at further sites (give it to `attach`), and what its `began` raises.
+        Raises `ConfigError` after the block or for further sites (use `attach`), and errors of `began`.
         """
         self._check_not_ended("a follower")
         added = self._as_follower(follower)
@@ -316,26 +292,26 @@ class MonitorRun:
                 " give it to attach(followers=[...])"
             )
         if self._watcher.open:
-            self._begin(added)  # what this raises leaves nothing behind
+            self._begin(added)  # may raise
         self._followers.add(added, sink=isinstance(added, Delivery))
         return added
 
-    def _as_follower(self, given: Any) -> Follower:
-        if isinstance(given, Follower):
-            return given
-        if is_sink(given):
-            if any(isinstance(one, Delivery) and one.sink is given for one in self._followers):
-                raise ConfigError(f"this {type(given).__name__} was added before: a sink receives one run, once")
-            return Delivery(given)
-        if callable(given) and not isinstance(given, type):
-            return Listener(self._calls.lend(given))
+    def _as_follower(self, candidate: Any) -> Follower:
+        if isinstance(candidate, Follower):
+            return candidate
+        if is_sink(candidate):
+            if any(isinstance(one, Delivery) and one.sink is candidate for one in self._followers):
+                raise ConfigError(f"this {type(candidate).__name__} was added before: a sink receives one run, once")
+            return Delivery(candidate)
+        if callable(candidate) and not isinstance(candidate, type):
+            return Listener(self._calls.lend(candidate))
         raise ConfigError(
-            f"{given!r:.80} cannot follow a run: give a Follower, a sink (with open, write and close) or a callable"
+            f"{candidate!r:.80} cannot follow a run: give a Follower, a sink (with open, write and close) or a callable"
             " that takes (placed, scores)"
         )
 
     def _sites_of(self, follower: Follower) -> list[str | Site]:
-        """Return the further sites that a follower reads, which is new here."""
+        """Return further sites of a new follower."""
         if any(one is follower for one in self._followers):
             raise ConfigError(f"this {type(follower).__name__} follows this run already: give it once")
         return list(follower.attaching(self))
@@ -346,21 +322,21 @@ class MonitorRun:
 
     @property
     def guard(self) -> Guard:
-        """Return what calls a function `guard(what, function, *arguments)` and keeps its errors in `run.failures`."""
+        """Return `guard(what, function, *arguments)`, which keeps errors in `failures`."""
         return self._failures.call
 
     @property
     def followers(self) -> list[Follower]:
-        """Return what hears the run, in the order in which it is told."""
+        """Return the followers in calling order."""
         return list(self._followers)
 
     def follower(self, kind: type[F]) -> F | None:
-        """Return the first follower of a class, None where there is none: `run.follower(Budget)`."""
+        """Return the first follower of a class, or None."""
         return next((one for one in self._followers if isinstance(one, kind)), None)
 
     @property
     def watching(self) -> Watches:
-        """Return what is watched now, and the rungs on which less of it can be."""
+        """Return what is watched now, and its degradations."""
         return self._watches
 
     @property
@@ -368,21 +344,19 @@ class MonitorRun:
         return self._entered and not self._watcher.open
 
     def _check_not_ended(self, what: str) -> None:
-        """Raise `ConfigError` after the block: nothing would ever come to what is given."""
         if self._ended:
-            raise ConfigError(f"this run has ended, and {what} would be asked of nothing: attach again")
+            raise ConfigError(f"this run has ended, so {what} would have no effect: attach again")
 
     def generating(self, from_column: int) -> AbstractContextManager[HandLoop]:
-        """Follow a decode loop of your own as `generate()` is followed: phases, rules, stops, streamers, results.
+        """Follow your own decode loop like `generate()`.
 
             with run.generating(from_column=ids.shape[1]) as loop:
                 out = model(ids, past_key_values=cache)
                 ...
                 if loop.sampled(ids, ended=token[:, 0] == eos).all(): break
 
-        While the block is open, the forwards of the calling thread are one generation. Columns before `from_column` are
-        its prompt (those of a cache count); each forward after it brings one generated column. `loop.sampled` takes
-        every column that is sampled and returns which rows are to end. `probemon.tracking.hand_loop` has a whole loop.
+        This thread's forwards in the block are one generation. Columns before `from_column`, also cached ones, are the
+        prompt. `loop.sampled` takes each sampled column and returns the rows to end. See `probemon.tracking.hand_loop`.
         Raises `ConfigError`.
         """
         return self._watcher.by_hand(
@@ -396,67 +370,64 @@ class MonitorRun:
         )
 
     def stop(self) -> None:
-        """End every generation that runs at its next token, or the next one if none does; from any thread.
+        """End running generations at their next token, or else the next one; from any thread.
 
-        Of a `generate_batch` every request ends, also those that wait; of a batching manager those that have begun.
+        This ends all requests of `generate_batch`, but only those that have begun of a batching manager.
         """
         self._watcher.stop()
 
     def stop_mine(self) -> None:
-        """End every row of the generation from whose callback this is called; raise `ConfigError` elsewhere."""
+        """End the generation that runs this callback. Raises `ConfigError` elsewhere."""
         generation = self._watcher.current()
         if generation is None:
             raise ConfigError(
-                "run.stop_mine() is for what is called in the thread that generates (an action, a listener): from"
+                "run.stop_mine() works only in the generating thread (in an action or a listener): from"
                 " elsewhere call run.stop()"
             )
         generation.stop_all_rows()
 
     @property
     def failures(self) -> list[Exception]:
-        """Return the first 1,000 errors that callbacks and sinks raised."""
+        """Return the first 1,000 errors of callbacks and sinks."""
         return self._failures.errors
 
     @property
     def n_failures(self) -> int:
-        """Return how often callbacks and sinks raised."""
+        """Return their number."""
         return self._failures.n_errors
 
     @property
     def sinks(self) -> list[SinkStats]:
-        """Return what became of the tokens that each sink was sent, in the order in which they were added."""
+        """Return each sink's statistics."""
         return self._publisher.sinks()
 
     @property
     def source(self) -> TokenSource:
-        """Return where its tokens come from."""
+        """Return the token source."""
         return self._watcher
 
     @property
     def scorer(self) -> TokenScorer:
-        """Return what scores its tokens, for a source that has those of several generations at once."""
+        """Return the token scorer."""
         return self._scorer
 
     @property
     def recordings(self) -> list[Recording]:
-        """Return the recordings, one for each `generate()` or document of plain forwards, oldest first."""
+        """Return the recordings, oldest first: one for each `generate()` or document."""
         return self._watcher.recordings
 
     @property
     def n_gaps(self) -> int:
-        """Return how often columns were run that our hooks did not see, reported or raised."""
+        """Return the number of gaps, reported or raised."""
         return self._watcher.n_gaps
 
     @property
     def forward_seconds(self) -> deque[float]:
-        """Seconds spent in our hooks, one entry a forward of the host, of the newest 10,000."""
+        """Return the seconds in our hooks of the newest forwards."""
         return self._watcher.forward_seconds
 
     def health(self) -> Health:
-        """Say whether this run sees what its host runs, at any time, after the block too, and from any thread.
-
-        It runs nothing: it looks at the hooks, and at what came of every token so far. See `probemon.monitor.health`.
-        """
+        """Return whether this run sees what its model runs; from any thread, without a forward."""
         health = run_health(
             self._watcher,
             self._publisher,
@@ -465,19 +436,17 @@ class MonitorRun:
             ended=self._ended,
             not_numbers=self.manager.not_numbers,
             changed_within=self._publisher.changed_within or changed_within(list(self.recordings)),
-            holds_host=self._holds_host,
+            holds_model=self._holds_model,
         )
-        of_breaker = [] if self.breaker is None else [self.breaker.check()]
-        return health.with_checks([*self._followers.checks(), *of_breaker])
+        breaker_checks = [] if self.breaker is None else [self.breaker.check()]
+        return health.with_checks([*self._followers.checks(), *breaker_checks])
 
     def result(self, out: Any, *, generation: int | None = None) -> Result:
-        """Return the scores of one `generate()` of this run, given its output (ids `[B, L]` or the output object).
+        """Return the scores of one `generate()`, given its output (ids `[B, L]` or the output object).
 
-        `out` may also be the ids of plain forwards `model(ids)`, and what `generate_batch` returned, or one of its
-        outputs: row i is then its i-th request (`result.requests`). Every token that was recorded or returned is
-        compared with `out`. A copy of an output is enough where one generation of the run has its ids; where several
-        have, `generation` is the number of the one that is meant (as in `Event.generation`). Raises `AlignmentError`
-        where not exactly one recording belongs to `out`.
+        `out` may be the ids of plain forwards, or from `generate_batch`: row i is request i (`result.requests`). Every
+        token is compared with `out`. `generation` selects one of several generations with these ids. Raises
+        `AlignmentError` unless exactly one recording matches.
         """
         ranks = self._watcher.ranks
         if ranks is not None and not ranks.scores:
@@ -529,18 +498,18 @@ class MonitorRun:
         self._stack.close()
         if error is None and n_generating and publisher.acts:
             warnings.warn(
-                f"{n_generating} generations of other threads were under way when this run ended: what they generate"
-                " from now on is not watched, rules are not asked of it and sinks hear nothing. End them, or wait for"
+                f"{n_generating} generations of other threads were under way when this run ended: their further"
+                " tokens are not watched and reach no rule or sink. End them, or wait for"
                 " them, inside the with block",
                 UserWarning,
                 stacklevel=2,
             )
         self._followers.finish(error is not None)
-        for not_loaded in self.manager.engine.background_errors():
-            failures.add("loading in the background", not_loaded)
-        for not_run in self._watcher.batch_errors:  # of a manager that the user runs: nobody else would tell
-            failures.add("continuous batching", not_run)
-        self._followers.closed(self)  # once all that it has is complete
+        for load_error in self.manager.engine.background_errors():
+            failures.add("loading in the background", load_error)
+        for batch_error in self._watcher.batch_errors:  # reported nowhere else
+            failures.add("continuous batching", batch_error)
+        self._followers.closed(self)
         if error is not None:
             return
         if publisher.rules and self._watcher.n_documents:
@@ -556,19 +525,19 @@ class MonitorRun:
 
     @property
     def _threads(self) -> WatchedThreads:
-        """Whose forwards are watched: those of every thread, where an engine of its own says what it ran."""
+        """Return the watched threads: all, for an external engine."""
         return self._watcher.threads if isinstance(self._watcher, Watcher) else WatchedThreads(one_thread=False)
 
 
 class _Parts:
-    """Where the tokens of a run come from: known only once the rest is made."""
+    """The token source, set last."""
 
     watcher: TokenSource
 
 
 @dataclass(frozen=True)
 class _Closing:
-    """Closes a run that was entered and dropped: whoever held it let go of it without the end of its block."""
+    """Closes an entered run that was dropped."""
 
     model: str
     watcher: TokenSource
@@ -576,9 +545,7 @@ class _Closing:
     followers: Followers
 
     def close(self, parts: _Parts) -> None:
-        """Take the hooks off the model at once, and close the rest in a thread of its own: this is called wherever
-        Python finds the run unused, also where a lock is held that the rest needs.
-        """
+        """Detach now; close the rest in a new thread, since a collected run may hold locks."""
         n_generating = self.watcher.n_generating
         LOG.warning(
             "a run on %s was entered, and dropped without being closed: it is taken off now%s. Use `with"
@@ -596,13 +563,11 @@ class _Closing:
 
 
 class _KeptGaps(Follower):
-    """Keeps the gaps of a run that reports them."""
-
     def __init__(self, gaps: deque[Gap]) -> None:
         self._gaps = gaps
 
     def gap(self, gap: Gap) -> None:
-        """Keep one."""
+        """Keep it."""
         self._gaps.append(gap)
 
 

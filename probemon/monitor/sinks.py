@@ -1,12 +1,11 @@
-"""Sinks: where scores go as they come.
+"""Sinks: receive scores during a run.
 
     run.follow(JsonLinesSink("scores.jsonl", top_k=10))
     run.follow(ParquetSink("scores.parquet"))
     run.follow(MemorySink(max_tokens=10_000))
     run.follow(CallbackSink(print))
 
-A sink is anything with the three methods of `Sink`. A file appears under its name at `close`, whole, or not at all;
-until then it stands beside that name under a hidden one.
+Any object with the methods of `Sink` is one.
 """
 
 from __future__ import annotations
@@ -34,26 +33,23 @@ from probemon.util.files import replace_file
 
 
 class Sink(Protocol):
-    """Receives scores. One thread calls all methods; after `open` or `write` raised it calls only `close`.
+    """Receives scores, in one thread. After an error only `close` is called.
 
-    It may have an attribute `lost`: after an error, whether all that it had taken is gone, and so counts as dropped.
+    Optional attribute `lost`: an error loses earlier tokens, too.
     """
 
     def open(self, concepts: Sequence[str]) -> None:
-        """Begin; called once, before anything is written. `concepts`: ids by probe number."""
+        """Begin. `concepts`: ids by probe number."""
 
     def write(self, batch: TokenBatch) -> None:
-        """Take tokens of one generation, in the order they were scored."""
+        """Take tokens of one generation."""
 
     def close(self) -> None:
-        """Finish; harmless when the sink is not open."""
+        """Finish; harmless if not open."""
 
 
 class MemorySink:
-    """Keeps the newest tokens, at most `max_tokens`, in `sink.batches`; older ones are counted in `sink.n_forgotten`.
-
-    It never holds twice `max_tokens`, and may be read from other threads while it is written.
-    """
+    """Keeps the newest `max_tokens` tokens in `batches`; counts others in `n_forgotten`. Other threads may read it."""
 
     def __init__(self, max_tokens: int = 10_000) -> None:
         self.max_tokens = check_count("max_tokens", max_tokens, least=1)
@@ -63,10 +59,10 @@ class MemorySink:
 
     @property
     def batches(self) -> list[TokenBatch]:
-        """The batches that are kept, oldest first; the oldest is cut to the bound."""
+        """Return the kept batches, oldest first."""
         with self._lock:
-            held, surplus = list(self._held), max(0, self._n_held - self.max_tokens)
-        return [_without(held[0], surplus), *held[1:]] if surplus else held
+            batches, surplus = list(self._held), max(0, self._n_held - self.max_tokens)
+        return [_without(batches[0], surplus), *batches[1:]] if surplus else batches
 
     @property
     def n_forgotten(self) -> int:
@@ -83,12 +79,12 @@ class MemorySink:
     def write(self, batch: TokenBatch) -> None:
         if not len(batch):
             return
-        kept = _without(batch, max(0, len(batch) - self.max_tokens))
+        newest = _without(batch, max(0, len(batch) - self.max_tokens))
         with self._lock:
-            self._held.append(kept)
-            self._n_held += len(kept)
+            self._held.append(newest)
+            self._n_held += len(newest)
             self._n_seen += len(batch)
-            # Whole batches only: cutting a long prompt again at every token would copy it at every token.
+            # Whole batches only: cutting would copy a long prompt at every token.
             while self._n_held - len(self._held[0]) >= self.max_tokens:
                 self._n_held -= len(self._held.popleft())
 
@@ -113,11 +109,10 @@ class CallbackSink:
 
 
 class FileSink(ABC):
-    """A sink whose file appears whole or not at all: an error on the way removes it (`lost`).
+    """A sink whose file appears whole at `close` or not at all: an error removes it (`lost`).
 
-    Raises `ConfigError` where `path` exists (unless `overwrite`), is a folder, or its folder does not exist. Where
-    another file took the name meanwhile, `close` raises `SinkFailed`, leaves that file alone and the finished one under
-    its hidden name.
+    Raises `ConfigError` if `path` exists (unless `overwrite`), is a folder, or has none. If the name is taken
+    meanwhile, `close` raises `SinkFailed` and keeps the file under a hidden name.
     """
 
     def __init__(self, path: str | os.PathLike[str], overwrite: bool = False) -> None:
@@ -164,7 +159,7 @@ class FileSink(ABC):
             if self._overwrite:
                 replace_file(finished, self.path)
             else:
-                os.link(finished, self.path)  # unlike a rename, fails where the name was taken meanwhile
+                os.link(finished, self.path)  # unlike a rename, fails if the name exists
                 finished.unlink()
         except OSError as error:
             raise SinkFailed(
@@ -186,7 +181,7 @@ class FileSink(ABC):
             raise
 
     def _check_whole(self, n_bytes: int) -> None:
-        """Raise where the file has other bytes than were written: it was cut off meanwhile, or another wrote to it."""
+        """Raise if the file's size is not what was written."""
         if n_bytes != self._counted.n_written:
             raise SinkFailed(
                 f"{self.path}: {self._counted.n_written:,} bytes were written and {n_bytes:,} are there: something else"
@@ -196,18 +191,18 @@ class FileSink(ABC):
 
     @abstractmethod
     def _begin(self, file: BinaryIO, concepts: list[str]) -> Any:
-        """Return a writer with `close()`: the file itself, or one that writes to it."""
+        """Return a writer with `close()`."""
 
     @abstractmethod
     def _append(self, batch: TokenBatch) -> None: ...
 
     @abstractmethod
     def _finish(self) -> None:
-        """Write what is still held; close a writer of one's own."""
+        """Write what is buffered; close a separate writer."""
 
 
 class _Counted(io.FileIO):
-    """A file that is only appended to, and counts its bytes: one that was cut off meanwhile has fewer."""
+    """An append-only file that counts its bytes."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(path, "ab")
@@ -220,18 +215,15 @@ class _Counted(io.FileIO):
 
 
 class JsonLinesSink(FileSink):
-    """Writes one JSON object a line for each token.
+    """Writes a JSON object per token and line.
 
-    - `generation`, `row`, `position`, `token_id`, `phase` ("prompt" or "generated").
-    - `provisional`: whether the token is of beams, whose `row` is no row of the output (`core.scores.TokenBatch`).
-    - `request`: only where there is one.
-    - `scores`: `[concept id, score]` of the active probes, best first, at most `top_k` (None: all). A score is the fp32
-      value exactly, null for NaN.
-    - `fired`: ids of all that fired.
-    - `deployment`: the hash of the file that said what is watched, only where there is one.
-    - `coverage`: counts of active, dropped, not_reached and evaluated probes; `far`: 1 where the token is unlike those
-      of the pack's calibration; only where there are any, `excluded` and `shed`, of the probes that were not reached.
-    - `unseen`: "", or why the token has no scores.
+    - `generation`, `row`, `position`, `token_id`, `phase` ("prompt" or "generated")
+    - `provisional`: true in beams, whose `row` is not the output's (`core.scores.TokenBatch`)
+    - `request`, `deployment` (hash): if any
+    - `scores`: `[concept id, score]` of active probes, best first, at most `top_k` (None: all); null for NaN
+    - `fired`: concept ids
+    - `coverage`: counts of probes; `far`: 1 if unlike the calibration; `excluded`, `shed` unless 0
+    - `unseen`: why there are no scores, or ""
     """
 
     def __init__(self, path: str | os.PathLike[str], overwrite: bool = False, *, top_k: int | None = None) -> None:
@@ -246,7 +238,7 @@ class JsonLinesSink(FileSink):
         self._writer.write("".join(json.dumps(self._line(batch, t)) + "\n" for t in range(len(batch))).encode())
 
     def _finish(self) -> None:
-        """Nothing is held."""
+        """Nothing is buffered."""
 
     def _line(self, batch: TokenBatch, t: int) -> dict[str, Any]:
         scores, coverage = batch.scores, batch.scores.coverage
@@ -271,24 +263,22 @@ class JsonLinesSink(FileSink):
 
 
 class ParquetSink(FileSink):
-    """Writes a row for each token and active concept, in row groups of `rows_per_group`. Needs the extra `corpus`.
+    """Writes a row for each token and active concept. Needs the extra `corpus`.
 
         table = pyarrow.parquet.read_table(path, read_dictionary=["concept", "phase"])
         about = json.loads(table.schema.metadata[b"probemon"])
 
-    Its columns are generation, request, row, position, token_id, phase, provisional, concept, score. Tokens without
-    scores have no row: `about["coverage"]` has the totals of all tokens, `about["unseen"]` the first `max_unseen`
-    tokens that were not seen, with reasons (a footer of millions could not be read back), `about["deployments"]` the
-    hashes of the files that said what is watched, each with the first token of its own.
+    Columns: generation, request, row, position, token_id, phase, provisional, concept, score. `about` has totals in
+    `coverage`, the first `max_unseen` `unseen` tokens (larger footers cannot be read back), and `deployments`.
     """
 
     max_unseen = 100_000
 
     def __init__(self, path: str | os.PathLike[str], overwrite: bool = False, *, rows_per_group: int = 50_000) -> None:
-        import_arrow("ParquetSink")  # now, before any score is lost
+        import_arrow("ParquetSink")  # early, before any score is lost
         super().__init__(path, overwrite)
         self._rows_per_group = check_count("rows_per_group", rows_per_group, least=1)
-        self._columns: list[list[Any]] = []  # of each batch not yet written, its columns
+        self._columns: list[list[Any]] = []  # columns of each unwritten batch
         self._n_held = 0
         self._totals: Counter[str] = Counter()
         self._unseen: list[dict[str, Any]] = []
@@ -313,7 +303,7 @@ class ParquetSink(FileSink):
                 "score": pa.float32(),
             }
         )
-        # Where an Arrow schema is stored, readers take the metadata from it and miss what is added at the end.
+        # With a stored Arrow schema, readers would miss metadata added at the end.
         return pq.ParquetWriter(file, self._schema, store_schema=False)
 
     def _append(self, batch: TokenBatch) -> None:
@@ -345,7 +335,7 @@ class ParquetSink(FileSink):
             self._write_groups(self._n_held - self._n_held % self._rows_per_group)
 
     def _write_groups(self, n: int) -> None:
-        """Write the first `n` rows held."""
+        """Write the first `n` buffered rows."""
         import pyarrow as pa
 
         columns = [np.concatenate(parts) for parts in zip(*self._columns, strict=True)]
@@ -357,25 +347,24 @@ class ParquetSink(FileSink):
         if self._n_held:
             self._write_groups(self._n_held)
         names = ("tokens", "unseen", *COUNTS, "far")
-        about = {
+        metadata = {
             "coverage": {name: self._totals[name] for name in names},
             "unseen": self._unseen,
             "deployments": list(self._deployments.values()),
         }
-        self._writer.add_key_value_metadata({"probemon": json.dumps(about)})
+        self._writer.add_key_value_metadata({"probemon": json.dumps(metadata)})
         self._writer.close()
 
 
 def _place(batch: TokenBatch, t: int) -> dict[str, Any]:
-    """Return where a token is."""
     row, position = int(batch.row[t]), int(batch.position[t])
     return {"generation": int(batch.generation), "row": row, "position": position, "provisional": batch.provisional}
 
 
 def _without(batch: TokenBatch, n: int) -> TokenBatch:
-    """Return a batch without its first `n` tokens, which holds nothing of them."""
+    """Return a copy without the first `n` tokens."""
     if not n:
         return batch
-    kept = np.arange(n, len(batch))
-    arrays = {name: getattr(batch, name)[kept] for name in ("row", "position", "token_id")}
-    return dataclasses.replace(batch, scores=batch.scores.take(kept), **arrays)
+    indices = np.arange(n, len(batch))
+    arrays = {name: getattr(batch, name)[indices] for name in ("row", "position", "token_id")}
+    return dataclasses.replace(batch, scores=batch.scores.take(indices), **arrays)

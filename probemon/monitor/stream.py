@@ -1,4 +1,4 @@
-"""stream: tokens with their scores while a model generates.
+"""Yields tokens with their scores while a model generates.
 
     for event in manager.stream(model, tokenizer, [{"role": "user", "content": "..."}], max_new_tokens=40):
         print(event.token, [concept.path for concept in event.leading(3)])
@@ -6,12 +6,8 @@
     async for event in manager.stream_async(model, tokenizer, messages, max_new_tokens=40):
         ...
 
-    def prepare(run): run.on("weapon", action="stop")
-    for event in manager.stream(model, tokenizer, messages, followers=[sink], prepare=prepare): ...
-
-`generate()` runs in a thread; leaving the loop (closing or cancelling the generator) stops it at its next token. At
-most `max_waiting` batches of tokens wait for the reader: then the model waits too. A token's scores come with the
-forward that reads it, one step after it was sampled; the last one is never read.
+`generate()` runs in a thread, waits while `max_waiting` batches are unread, and stops when the generator is closed.
+Scores come one step after a token is sampled; the last token has none.
 """
 
 from __future__ import annotations
@@ -47,10 +43,11 @@ from probemon.util.checks import check_count, check_mappings
 
 @dataclass(frozen=True)
 class TokenEvent:
-    """One token: `position` in the sequence, `token` its text, `phase` "prompt" or "generated", `scores` (one state).
+    """One token.
 
-    `unseen` is "" or the reason why there are no scores. The last event bears the `result` of the whole sequence.
-    `reading`: what each memory of the host read most at the token, where a follower `Routing` watches it.
+    `phase`: "prompt" or "generated"
+    `result`: only on the last event
+    `reading`: top memory reads, with a follower `Routing`
     """
 
     position: int
@@ -64,23 +61,22 @@ class TokenEvent:
 
     @property
     def unseen(self) -> str:
-        """Return why this token has no scores, or an empty string."""
+        """Return why there are no scores, or ""."""
         return self.scores.coverage.unseen[0]
 
     @property
     def coverage(self) -> Coverage:
-        """Return what was looked at."""
+        """Return its coverage."""
         return self.scores.coverage
 
     def leading(self, k: int = 3, above: Doubles | None = None) -> list[ConceptScore]:
-        """Return the firing concepts by strength, at most `k`: of those on one path the lowest alone.
-
-        `above [P]`: what scores have to exceed beside their alert thresholds, infinite for a concept that is left out.
+        """Return at most `k` firing concepts by strength, the lowest of each path. `above [P]`: further thresholds; inf
+        excludes.
         """
         return leading(self.pack, self.scores, 0, k, above, **self._where)
 
     def ranked(self, k: int = 3, above: Doubles | None = None) -> list[ConceptScore]:
-        """Return the best-scoring concepts, at most `k`, of packs without any alert threshold, of which none fires."""
+        """Return the `k` best concepts, for packs without thresholds."""
         return ranked(self.pack, self.scores, 0, k, above, **self._where)
 
     @property
@@ -89,9 +85,7 @@ class TokenEvent:
 
 
 def encode(tokenizer: Any, messages: str | Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return a batch of one for `generate`: a chat through the tokenizer's template, a plain text as it is. Raises
-    `ConfigError`.
-    """
+    """Return a batch of one for `generate`; messages go through the chat template. Raises `ConfigError`."""
     if isinstance(messages, str):
         ids = ids_of(tokenizer, messages)
     else:
@@ -108,9 +102,9 @@ def encode(tokenizer: Any, messages: str | Sequence[Mapping[str, Any]]) -> dict[
 def stream(
     run: MonitorRun, model: Any, messages: str | Sequence[Mapping[str, Any]], **options: Any
 ) -> Iterator[TokenEvent]:
-    """Yield the events of one sequence that `model` generates; a run on it is entered and left meanwhile.
+    """Yield the events of one sequence. Raises as `model.generate`.
 
-    `options`: see `manager.stream`. Raises what `model.generate` raises.
+    `options`: see `manager.stream`
     """
     return _events(_Generating(run, model, messages, **options))
 
@@ -118,7 +112,7 @@ def stream(
 def stream_async(
     run: MonitorRun, model: Any, messages: str | Sequence[Mapping[str, Any]], **options: Any
 ) -> AsyncIterator[TokenEvent]:
-    """Yield the same for `async for`, without blocking the event loop; `aclose()`, or a cancelled wait, closes it."""
+    """Yield the same without blocking the event loop."""
     return _async_events(_Generating(run, model, messages, **options))
 
 
@@ -138,14 +132,13 @@ async def _async_events(generating: _Generating) -> AsyncIterator[TokenEvent]:
             for event in events:
                 yield event
     finally:
-        # Cancelled while another thread waits in take(): closing wakes it. The thread that generates ends at its next
-        # token.
+        # Closing wakes a thread that still waits in take().
         generating.stop()
         await asyncio.shield(asyncio.to_thread(generating.close))
 
 
 class _Reader(Follower):
-    """Hands tokens to a stream, for as long as that is there."""
+    """Passes tokens to a stream while it exists."""
 
     kind = "a stream"
 
@@ -158,7 +151,7 @@ class _Reader(Follower):
 
 
 class _Generating:
-    """`generate()` in a thread of its own, watched; hands over what it scores through a bounded buffer."""
+    """A watched `generate()` in a thread, with a bounded buffer."""
 
     def __init__(
         self,
@@ -186,7 +179,7 @@ class _Generating:
         } | generate
         if generate.get("num_return_sequences") not in (None, 1):
             raise ConfigError("stream follows one sequence: attach and use run.result for several")
-        # A configuration may ask for several sequences, too: rows could not be told apart.
+        # The generation config may ask for several sequences, too.
         prompt = read_call(self._run.model, (), self._arguments)
         if prompt.n_beams > 1 or prompt.n_sequences > 1:
             raise ConfigError(
@@ -198,7 +191,7 @@ class _Generating:
         self._out: Any = None
         self._error: BaseException | None = None
         self._done = self._over = self._closed = False
-        # In the context of the caller, so that what traces the generation finds the span that it belongs to.
+        # The caller's context, so that tracing finds the enclosing span.
         self._thread = threading.Thread(
             target=contextvars.copy_context().run, args=(self._generate,), name="probemon-stream", daemon=True
         )
@@ -207,7 +200,7 @@ class _Generating:
         self._thread.start()
 
     def take(self) -> list[TokenEvent] | None:
-        """Wait for the next events and return them, or None after the last; raise what `generate` raised."""
+        """Return the next events, None after the last; raise errors of `generate`."""
         with self._changed:
             self._changed.wait_for(lambda: self._waiting or self._done or self._closed)
             if self._closed or self._over:
@@ -222,13 +215,13 @@ class _Generating:
         return [self._last()]
 
     def stop(self) -> None:
-        """End this `generate` at its next token, which waits for no reader any more. Others go on."""
+        """End this `generate` at its next token."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
 
     def close(self) -> None:
-        """Stop, and return when the thread has ended and the hooks are gone."""
+        """Stop, and wait for the thread."""
         self.stop()
         self._thread.join()
 

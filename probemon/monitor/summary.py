@@ -1,4 +1,4 @@
-"""What a whole answer was about, and each of its sentences.
+"""Summarises the concepts of an answer and of its sentences.
 
 summary = summarise(result, row=0)
 for sentence in summary.sentences:
@@ -22,20 +22,21 @@ from probemon.packs.group import AnyPack
 from probemon.util.checks import check_count
 
 _AGGREGATOR = "max"  # over the tokens of a sentence
-# A sentence ends at a stop, with what closes it, or at the end of a line.
 _END = re.compile(r"""[.!?…]["')\]*_”’]*\s*$|\n""")
-# A stop that ends no sentence: after an abbreviation that always stands before something, or the number of a line.
+# Not an end: an abbreviation before a name or example, or a line number.
 _NO_END = re.compile(r"(?:\b(?:Dr|Mrs?|Ms|Prof|St|vs|cf|e\.g|i\.e)|(?:^|\n)\s*\d{1,3})\.\s*$")
-_LONGEST = 8  # tokens that such an abbreviation or number may have
+_LONGEST = 8  # tokens of such an abbreviation or number
 
 
 @dataclass(frozen=True)
 class Stretch:
-    """A sentence, or a whole answer: its text, its positions from `start` to before `stop`, how many tokens have no
-    scores, how many are far from the states that the pack was calibrated on, at how many a concept fires, and the
-    concepts in it, the strongest first, each at the token where it was strongest. Of those on one path the lowest alone
-    is listed. Where tokens fire and no concept is listed, none exceeds its threshold for a sentence. `n_more`: how many
-    concepts there are beside those listed, where only some were asked for.
+    """A sentence or a whole answer.
+
+    `stop`: exclusive position
+    `n_far`: tokens unlike the calibration
+    `n_firing`: tokens at which concepts fire; sentences have other thresholds
+    `concepts`: strongest first, the lowest of each path
+    `n_more`: concepts beyond `k`
     """
 
     text: str
@@ -50,12 +51,9 @@ class Stretch:
 
 @dataclass(frozen=True)
 class Summary:
-    """Sums an answer up, and each of its sentences.
-
-    `thresholds`: what a concept had to exceed: "max", the pack's threshold for the maximum over a sentence where the
-    concept has one, or "each", those of single tokens, where none has. `n_lower`: how many concepts, of those that are
-    shown, had to exceed less than at a token, of which the pack does not say how often they are right.
-    `unlike`: in words, where the answer is unlike the text that the pack was calibrated on, else "".
+    """`thresholds`: "max": for the maximum over a sentence; "each": for tokens
+    `n_lower`: shown concepts with a lower threshold than at a token
+    `unlike`: a note if the answer is unlike the calibration, or ""
     """
 
     answer: Stretch
@@ -68,18 +66,23 @@ class Summary:
 def summarise(
     result: Result, row: int = 0, *, phase: str | None = "generated", k: int = 5, above: Doubles | None = None
 ) -> Summary:
-    """Sum up the tokens of a row, at most `k` concepts a sentence. In the answer is every concept of a sentence of it.
+    """Summarise a row, with at most `k` concepts a sentence; the answer has all.
 
-    `phase`: "generated", "prompt" or None for both. `above [P]`: what a token's scores have to exceed beside the
-    thresholds, infinite for a concept that is left out; as much over its own threshold a sentence's score has to be.
+    `phase`: "generated", "prompt" or None for both
+    `above [P]`: further thresholds of tokens, inf to exclude; those of sentences rise as much
+
     Raises `ConfigError`.
     """
     k = check_count("k", k, least=1)
     tokens = result.tokens_of(row, phase)
-    name, own = _thresholds(result.pack)
-    bars = own if above is None else _bars(own, result.pack.alert_threshold.double(), torch.from_numpy(above))
+    name, thresholds = _thresholds(result.pack)
+    bars = (
+        thresholds
+        if above is None
+        else _bars(thresholds, result.pack.alert_threshold.double(), torch.from_numpy(above))
+    )
     texts = result.texts(tokens)
-    lists = own.tolist(), bars.tolist()  # each is looked up for every score
+    lists = thresholds.tolist(), bars.tolist()  # lists: looked up for every score
     sentences = [_sentence(result, tokens[a:b], texts[a:b], *lists, above) for a, b in _bounds(texts)]
     best: dict[int, ConceptScore] = {}
     for sentence in sentences:
@@ -87,7 +90,7 @@ def summarise(
             if concept.probe not in best or concept.strength > best[concept.probe].strength:
                 best[concept.probe] = concept
     in_answer = sorted((best[p] for p in without_ancestors(result.pack, list(best))), key=_rank)
-    whole = Stretch(
+    answer = Stretch(
         "".join(texts),
         *_ends(result.position[tokens]),
         n_unseen=sum(sentence.n_unseen for sentence in sentences),
@@ -96,19 +99,19 @@ def summarise(
         concepts=tuple(in_answer),
     )
     return Summary(
-        whole,
+        answer,
         tuple(
             replace(sentence, concepts=sentence.concepts[:k], n_more=max(0, len(sentence.concepts) - k))
             for sentence in sentences
         ),
         name,
-        int(((own < result.pack.alert_threshold) & (bars < math.inf)).sum()),
-        unlike(whole.n_far, len(tokens) - whole.n_unseen),
+        int(((thresholds < result.pack.alert_threshold) & (bars < math.inf)).sum()),
+        unlike(answer.n_far, len(tokens) - answer.n_unseen),
     )
 
 
 def nothing_listed(stretch: Stretch, where: str, what: str = "concept") -> str:
-    """Return the sentence that says why a stretch without concepts has none; `where`: "the answer" or its like."""
+    """Return why a stretch has no concepts; `where`: "the answer" or similar."""
     if not stretch.n_firing:
         n_seen = stretch.stop - stretch.start - stretch.n_unseen
         if not n_seen:
@@ -121,33 +124,31 @@ def nothing_listed(stretch: Stretch, where: str, what: str = "concept") -> str:
 
 
 def lower_thresholds(summary: Summary) -> str:
-    """Return the sentence that says that some thresholds for sentences are lower than those for tokens."""
+    """Return the note on thresholds of sentences that are lower than those of tokens."""
     concepts = f"{summary.n_lower:,} concept{'s' if summary.n_lower > 1 else ''}"
     return (
-        f"In sentences and the whole answer, {concepts} had to exceed less than at a token: a threshold for the highest"
-        " score of a sentence, of which the pack does not say how often it is right."
+        f"In sentences and the whole answer, {concepts} had a lower threshold than at a token: one for the highest"
+        " score of a sentence, whose precision the pack does not say."
     )
 
 
 def _thresholds(pack: AnyPack) -> tuple[str, torch.Tensor]:
-    """Return what they are for, and thresholds [P] fp64: a concept without one for a sentence has that of a token."""
+    """Return the kind and thresholds `[P]` fp64: of sentences, else of tokens."""
     each = pack.alert_threshold.double()
     if _AGGREGATOR not in pack.aggregated:
         return "each", each
-    of_sentences = pack.thresholds_for(_AGGREGATOR).double()
-    return _AGGREGATOR, torch.where(of_sentences.isnan(), each, of_sentences)
+    sentence_thresholds = pack.thresholds_for(_AGGREGATOR).double()
+    return _AGGREGATOR, torch.where(sentence_thresholds.isnan(), each, sentence_thresholds)
 
 
-def _bars(own: torch.Tensor, each: torch.Tensor, above: torch.Tensor) -> torch.Tensor:
-    """Return what scores of sentences have to exceed: as far over `own` thresholds, in the logarithm of the odds, as
-    `above` is over those of tokens.
-    """
-    moved = (own.logit() + above.logit() - each.logit()).sigmoid()
-    return torch.where(above.isfinite() & ~moved.isnan(), moved, torch.maximum(own, above))
+def _bars(thresholds: torch.Tensor, each: torch.Tensor, above: torch.Tensor) -> torch.Tensor:
+    """Return sentence thresholds, raised in logit as `above` raises those of tokens."""
+    moved = (thresholds.logit() + above.logit() - each.logit()).sigmoid()
+    return torch.where(above.isfinite() & ~moved.isnan(), moved, torch.maximum(thresholds, above))
 
 
 def _bounds(texts: list[str]) -> list[tuple[int, int]]:
-    # A stop in the middle of a word, such as that of "3.14", ends nothing.
+    # A stop within a word, as in "3.14", ends nothing.
     nexts = [*texts[1:], " "]
     ends = [
         i + 1
@@ -162,7 +163,7 @@ def _bounds(texts: list[str]) -> list[tuple[int, int]]:
     if texts and (not ends or ends[-1] < len(texts)):
         ends.append(len(texts))
     bounds = list(zip([0, *ends], ends, strict=False))
-    # What is blank, such as the second of two line ends, goes with the sentence before.
+    # Blank text belongs to the sentence before.
     joined: list[tuple[int, int]] = []
     for start, stop in bounds:
         if joined and not "".join(texts[start:stop]).strip():
@@ -185,16 +186,16 @@ def _sentence(
         for probe, value in zip(scores.active(token).tolist(), scores.active_scores(token).tolist(), strict=True):
             if value > bars[probe] and value > best.get(probe, (-1.0, 0))[0]:
                 best[probe] = value, token
-    found = [
+    concepts = [
         describe(result.pack, probe, best[probe][0], thresholds[probe], **result.where(best[probe][1]))
         for probe in without_ancestors(result.pack, list(best))
     ]
-    # Not `coverage.seen`, which looks at all tokens: there may be thousands of sentences.
+    # Not `coverage.seen`, which computes all tokens each time.
     n_unseen = sum(result.coverage.unseen[token] != "" for token in tokens.tolist())
     n_far = int(result.coverage.far[tokens].sum())
     n_firing = sum(bool(firing(scores, token, above)) for token in tokens.tolist())
     ends = _ends(result.position[tokens])
-    return Stretch("".join(texts), *ends, n_unseen, n_far, n_firing, tuple(sorted(found, key=_rank)))
+    return Stretch("".join(texts), *ends, n_unseen, n_far, n_firing, tuple(sorted(concepts, key=_rank)))
 
 
 def _ends(positions: Ints) -> tuple[int, int]:

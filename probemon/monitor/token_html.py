@@ -1,8 +1,8 @@
-"""Tokens as a notebook shows them: coloured by their strongest concept, the unseen ones hatched, details on hover.
+"""HTML of tokens for notebooks.
 
 colours = Colours()
 span = token_span(colours, " whale", leading, [], unseen="")
-key = colours.legend()                                            # of what the spans until here have used
+key = colours.legend()
 """
 
 from __future__ import annotations
@@ -27,23 +27,23 @@ def token_span(
     unseen: str,
     own: bool = False,
 ) -> str:
-    """Return a token in the colour of the first of its `leading` concepts, with all of them on hover.
+    """Return a token in the colour of its first `leading` concept, hatched if `unseen`, with details on hover.
 
-    `ranked`: the best of packs of which nothing fires. `unseen`: why there are no scores. `own`: whether `text` is the
-    token's own name, of a token that adds no text.
+    `ranked`: concepts of packs without thresholds
+    `own`: `text` names a token that adds no text
     """
     kinds = ["own"] * own + ["unseen"] * bool(unseen)
     kinds += [colours.of(leading[0].path[0], leading[0].strength)] if leading else []
     details = [f"unseen: {unseen}"] if unseen else [described(concept) for concept in leading]
     details += [f"ranked, not firing: {described(concept)}" for concept in ranked]
-    shown = text if len(text) <= _LONGEST_TOKEN else clip(text, _LONGEST_TOKEN)  # its line ends stay
+    shown = text if len(text) <= _LONGEST_TOKEN else clip(text, _LONGEST_TOKEN)  # keeps line ends
     title = "\n".join(details)
     title = title if len(title) <= _LONGEST_TITLE else f"{title[:_LONGEST_TITLE]}…"
     return macros("monitor/result.html.j2").token(shown, " ".join(kinds), title)
 
 
 def described(concept: ConceptScore) -> str:
-    """Return a concept's path, score, strength and precision in a line, without what the pack does not say."""
+    """Return a concept's path and scores, in a line."""
     parts = [f"score {concept.score:.2f}"]
     if not math.isnan(concept.strength):
         parts.append(f"strength {concept.strength:+.1f}")

@@ -1,6 +1,5 @@
-"""TokenScorer: tokens with their hidden states to scores, and what each row retains carried to its next token.
+"""TokenScorer: scores tokens and carries each row's retained set to its next token.
 
-scorer = TokenScorer(manager, watches, followers, publish)   # publish(batch, scores)
 report = scorer.score_tokens(generation, recording, placed, states)
 if report is not None:
     report(True)                                    # waits for the scores and publishes them
@@ -21,8 +20,8 @@ from probemon.core.scores import PROMPT, Scores
 from probemon.engine.audit import sample
 from probemon.engine.scorer import Scorer
 from probemon.monitor.breaker import PAUSED, Circuit, unscored
+from probemon.monitor.degradations import AUDIT, leaves_out
 from probemon.monitor.followers import Batch, Followers
-from probemon.monitor.rungs import AUDIT, leaves_out
 from probemon.monitor.watches import Watches
 from probemon.tracking.align import PlacedTokens
 from probemon.tracking.decoder_hooks import Report
@@ -33,18 +32,16 @@ Publish = Callable[[Batch, Scores], None]
 
 
 class _Scored(NamedTuple):
-    """Scores, and the sets that these rows retain."""
-
     scores: Scores
     rows: Ints
     retained: Mask
 
 
 class TokenScorer:
-    """`score_tokens` is called in the order of the tokens, of each thread; `publish` too.
+    """Scores and publishes tokens in order.
 
-    What the rung of a watch leaves out is published as unseen. With a `circuit`, so is what comes while it is open, and
-    what an error kept from being scored, which is then in `failures`; without one that error is raised.
+    Tokens left out by a degradation or an open `circuit` are unseen, and so are failed ones with a `circuit` (errors go
+    to `failures`).
     """
 
     def __init__(
@@ -53,27 +50,24 @@ class TokenScorer:
         self._manager, self._watches, self._publish = manager, watches, publish
         self._followers, self._circuit = followers, circuit
         self._n_probes, self._top_k = manager.pack.n_probes, manager.report_top_k
-        self._audit_seed = secrets.randbits(62)  # drawn anew, so that runs together are a random sample too
+        self._audit_seed = secrets.randbits(62)  # so that runs together are a random sample
 
     def score_tokens(
         self, generation: Generation | None, recording: Recording, placed: PlacedTokens, states: States | str
     ) -> Report | None:
-        """Begin to score tokens with hidden states, or publish the reason why there are none.
+        """Begin to score tokens, or publish why they have no states.
 
-        Returns what waits for the scores, retains and publishes them, or throws them away; None where nothing waits.
+        Returns a function that waits, then publishes (True) or discards (False); None if all is done.
         """
         return self.score_together([(generation, recording, placed, states)])
 
     def score_together(
         self, parts: Sequence[tuple[Generation | None, Recording, PlacedTokens, States | str]]
     ) -> Report | None:
-        """Do the same for tokens of several recordings, in one step of the engine; of one recording there is one part.
-
-        All are of one phase. Each is scored as it would be alone.
-        """
-        watch = self._watches.now  # once: what scores these tokens also judges them
+        """Do the same for several recordings in one engine step, all of one phase."""
+        watch = self._watches.now  # once, so that rules and scores match
         batches: list[Batch] = []
-        given: list[States] = []
+        site_states: list[States] = []
         circuit = self._circuit
         for generation, recording, placed, states in parts:
             if not placed.rows.size:
@@ -83,29 +77,39 @@ class TokenScorer:
                 origin = generation.origin[placed.rows]
             batch = Batch(watch, generation, recording, placed, origin)
             self._followers.states(batch, states)
-            unseen = states if isinstance(states, str) else leaves_out(watch.rung, placed) if watch.rung else ""
+            unseen = (
+                states
+                if isinstance(states, str)
+                else leaves_out(watch.degradation, placed)
+                if watch.degradation
+                else ""
+            )
             if not unseen and circuit is not None and circuit.pauses():
                 unseen = PAUSED
             if unseen or isinstance(states, str):
                 self._publish_unseen(batch, unseen)
             else:
                 batches.append(batch)
-                given.append(states)
+                site_states.append(states)
         if not batches:
             return None
-        states = given[0] if len(given) == 1 else {site: torch.cat([one[site] for one in given]) for site in given[0]}
+        states = (
+            site_states[0]
+            if len(site_states) == 1
+            else {site: torch.cat([one[site] for one in site_states]) for site in site_states[0]}
+        )
         if circuit is None:
-            ended = self._begin(batches, states)
-            return lambda report: self._publish_scored(batches, ended(report))
+            finish = self._begin(batches, states)
+            return lambda report: self._publish_scored(batches, finish(report))
         try:
-            ended = self._begin(batches, states)
+            finish = self._begin(batches, states)
         except Exception as error:
             self._failed(batches, circuit, error)
             return None
 
         def end(report: bool) -> None:
             try:
-                scored = ended(report)
+                scored = finish(report)
             except Exception as error:
                 self._failed(batches if report else [], circuit, error)
                 return
@@ -114,19 +118,19 @@ class TokenScorer:
 
         return end
 
-    # -- inside ----------------------------------------------------------------------------------
+    # -- internals -------------------------------------------------------------------------------
 
     def _begin(self, batches: Sequence[Batch], states: States) -> Callable[[bool], list[_Scored] | None]:
-        """Begin to score; returns what ends it, with False to throw the scores away."""
+        """Begin to score; return the function that ends it."""
         watch, rate = batches[0].watch, self._manager.audit_rate
         audit = None
-        if rate and watch.rung < AUDIT:
-            drawn = [
+        if rate and watch.degradation < AUDIT:
+            samples = [
                 sample(rate, self._audit_seed, one.recording.number, one.placed.rows, one.placed.columns)
                 for one in batches
             ]
-            if any(mask is not None for mask in drawn):
-                masks = zip(drawn, batches, strict=True)
+            if any(mask is not None for mask in samples):
+                masks = zip(samples, batches, strict=True)
                 audit = np.concatenate(
                     [np.zeros(len(one.placed), dtype=bool) if mask is None else mask for mask, one in masks]
                 )
@@ -134,7 +138,7 @@ class TokenScorer:
             return lambda report: self._score_prompts(batches, states, audit) if report else None
         sets = [_sets_of(one) for one in batches]
         before = sets[0] if len(sets) == 1 else np.concatenate(sets)
-        if watch.number:  # what is left out since then may have been retained, and more may be always on
+        if watch.number:  # retained ones may be excluded by now
             before = watch.plan.taken_over(before)
         step = self._manager.begin(watch.plan, states, before, audit)
 
@@ -156,9 +160,9 @@ class TokenScorer:
         bounds = _bounds(batches)
         rows, last = [], []
         for one, begin in zip(batches, bounds[:-1], strict=True):
-            # np.unique of the reversed rows finds each row's last token: its retained set starts the generation.
-            own_rows, from_end = np.unique(one.placed.rows[::-1], return_index=True)
-            rows.append(own_rows)
+            # np.unique of the reversed rows finds each row's last token, whose retained set starts the generation.
+            unique_rows, from_end = np.unique(one.placed.rows[::-1], return_index=True)
+            rows.append(unique_rows)
             last.append(begin + len(one.placed) - 1 - from_end)
         retained, parts = self._manager.score_prompt(
             batches[0].watch.plan, states, np.concatenate(last).tolist(), audit=audit
@@ -166,10 +170,10 @@ class TokenScorer:
         scores = Scores.join(parts, self._n_probes, self._top_k)
         if len(batches) == 1:
             return [_Scored(scores, rows[0], retained)]
-        sets = np.split(retained, np.cumsum([len(own_rows) for own_rows in rows])[:-1])
+        sets = np.split(retained, np.cumsum([len(unique_rows) for unique_rows in rows])[:-1])
         return [
-            _Scored(scores.between(begin, end), own_rows, own_sets)
-            for begin, end, own_rows, own_sets in zip(bounds[:-1], bounds[1:], rows, sets, strict=True)
+            _Scored(scores.between(begin, end), unique_rows, row_sets)
+            for begin, end, unique_rows, row_sets in zip(bounds[:-1], bounds[1:], rows, sets, strict=True)
         ]
 
     def _publish_scored(self, batches: Sequence[Batch], scored: Sequence[_Scored] | None) -> None:
@@ -182,7 +186,6 @@ class TokenScorer:
         self._publish(batch, Scores.nothing(len(batch.placed), self._n_probes, reason, self._top_k))
 
     def _failed(self, batches: Sequence[Batch], circuit: Circuit, error: Exception) -> None:
-        """Note what scoring raised; tokens, where there are any, are unseen for it."""
         self._followers.failures.add("scoring", error)
         circuit.failed()
         for batch in batches:
@@ -190,13 +193,13 @@ class TokenScorer:
 
 
 def _sets_of(batch: Batch) -> Mask:
-    """Return a copy of the retained sets that tokens start from; a step of all rows needs no more than to copy them."""
+    """Return a copy of the retained sets that tokens start from."""
     sets, rows = batch.recording.retained, batch.origin
-    if sets is None:  # before its first token a sequence retains nothing
+    if sets is None:  # first token
         return batch.recording.retained_of(rows)
     return sets.copy() if rows is batch.placed.rows and len(rows) == len(sets) else sets[rows]
 
 
 def _bounds(batches: Sequence[Batch]) -> list[int]:
-    """Return where the tokens of each begin among those of all, and where the last end."""
+    """Return the batches' offsets."""
     return [0, *itertools.accumulate(len(one.placed) for one in batches)]

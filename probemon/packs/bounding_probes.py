@@ -1,12 +1,10 @@
-"""Bounding probes: groups of linear probes of like direction, each under a linear probe that is never under a member.
+"""Bounding probes: linear probes whose logit is never below that of a group's members.
 
     groups = group_probes(pack, alert_threshold, 1.0)
-    opened = opened_groups(pack, groups, hidden)      # bool [G, n]: which groups states [G, S, D] open
+    opened = opened_groups(pack, groups, hidden)      # states [G, S, D] -> bool [G, n]
 
-A member i has `w_i x + b_i <= c x + b_i + |w_i - c| |x|` for any c; of a normalised state of D values |x| is at most
-sqrt(D); c is the mean of the members. So no member fires unless the bounding probe scores over the smallest threshold
-of its members, and a descent finds all that fire. Directions are clustered by spherical k-means (Dhillon and Modha
-2001).
+For a member i and any c, `w_i x + b_i <= c x + b_i + |w_i - c| |x|`; normalised states have |x| <= sqrt(D); c is the
+mean. Clusters: spherical k-means (Dhillon and Modha 2001).
 """
 
 from __future__ import annotations
@@ -23,16 +21,16 @@ from probemon.core.hierarchy import Ints
 from probemon.core.inputs import prepare_input
 from probemon.packs.opened import OpenedPack
 
-_ROUNDS = 30  # of k-means, at most
-# How much longer a rounded state can be, relative.
+_ROUNDS = 30
+# Relative growth of a state's norm by rounding.
 _ROUNDING = {torch.float32: 2.0**-22, torch.float16: 2.0**-10, torch.bfloat16: 2.0**-7}
 
 
 @dataclass(frozen=True)
 class Group:
-    """Probes `members` under a bounding probe `weight [D]`, `bias`, which reads the pack's input number `input`.
+    """Probes `members` under a bounding probe `weight [D]`, `bias`.
 
-    `threshold`: the smallest alert threshold of the members.
+    `threshold`: the members' smallest alert threshold
     """
 
     members: Ints
@@ -43,9 +41,7 @@ class Group:
 
 
 def group_probes(pack: OpenedPack, alert_threshold: Tensor, factor: float) -> list[Group]:
-    """Return groups of two probes or more that have an alert threshold, input by input: `factor` times the square root
-    of as many as there are probes, or fewer.
-    """
+    """Return groups of probes with alert thresholds, by input: at most `factor * sqrt(n)`."""
     groups = []
     weights, biases = pack.weights["w1"][:, 0], pack.weights["b1"][:, 0].double()
     size = pack.architecture.hidden_size
@@ -59,7 +55,7 @@ def group_probes(pack: OpenedPack, alert_threshold: Tensor, factor: float) -> li
             rows = weights[members].double()
             centre = rows.mean(dim=0).to(pack.dtype)
             distance = (rows - centre.double()).norm(dim=1)
-            # Sums in fp32 of D products err by D units in the last place of what their magnitudes can add up to.
+            # Fp32 sums of D products err by D units in the last place of the sum of magnitudes.
             sum_error = size * 2.0**-23 * longest * (rows.norm(dim=1) + centre.double().norm())
             slack = sum_error + 2.0**-20 * biases[members].abs()
             bias = np.float32(float((biases[members] + distance * longest + slack).max()))
@@ -69,23 +65,21 @@ def group_probes(pack: OpenedPack, alert_threshold: Tensor, factor: float) -> li
 
 
 def opened_groups(pack: OpenedPack, groups: list[Group], hidden: Tensor) -> np.ndarray:
-    """Return whether each of n groups is opened `[G, n]` by states `[G, S, D]`."""
+    """Return whether states `[G, S, D]` open n groups, `[G, n]`."""
     opened = np.zeros((len(hidden), len(groups)), dtype=bool)
     for number, spec in enumerate(pack.inputs):
-        of_input = [i for i, group in enumerate(groups) if group.input == number]
-        if of_input:
+        indices = [i for i, group in enumerate(groups) if group.input == number]
+        if indices:
             x = prepare_input(hidden[:, pack.sites.index(spec.site)], spec, pack.input_dtype).double()
-            weights = torch.stack([groups[i].weight for i in of_input]).double()
-            biases = torch.tensor([groups[i].bias for i in of_input], dtype=torch.float64)
-            thresholds = torch.tensor([groups[i].threshold for i in of_input], dtype=torch.float64)
-            opened[:, of_input] = ((x @ weights.T + biases).sigmoid() > thresholds).numpy()
+            weights = torch.stack([groups[i].weight for i in indices]).double()
+            biases = torch.tensor([groups[i].bias for i in indices], dtype=torch.float64)
+            thresholds = torch.tensor([groups[i].threshold for i in indices], dtype=torch.float64)
+            opened[:, indices] = ((x @ weights.T + biases).sigmoid() > thresholds).numpy()
     return opened
 
 
 def _clusters(rows: Tensor, k: int) -> list[Tensor]:
-    """Return the members of each cluster of two rows or more `[P, D]`, the nearest to its direction first. Clustering
-    begins with rows far apart, and is the same every time.
-    """
+    """Return the members of clusters of rows `[P, D]`, nearest first; deterministic."""
     units = torch.nn.functional.normalize(rows, dim=1)
     centres = units[:1]
     nearest = units @ centres[0]

@@ -1,9 +1,6 @@
-"""What a manifest claims of its host, quality, calibrations and reference of drift: whether each is of the kind that
-the commands read.
+"""Checks parts of a manifest that commands read.
 
-    check_claims(manifest)             # raises ValueError: "quality.per_level is a list: expected an object"
-
-Much of it is free: a pack may state whatever else it likes, as deep as `MAX_DEPTH`.
+check_claims(manifest)             # ValueError: "quality.per_level is a list: expected an object"
 """
 
 from __future__ import annotations
@@ -13,16 +10,16 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from datetime import date
 from typing import Any
 
-SET_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")  # of a set of alert thresholds
-MAX_DEPTH = 100  # of what is nested: it is walked by functions that call themselves
+SET_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+MAX_DEPTH = 100  # nesting, since recursive functions walk it
 _LARGEST = 10**15
 
 Check = Callable[[str, Any], None]
 
 
 def check_claims(manifest: Mapping[str, Any]) -> None:
-    """Raise `ValueError` naming the first part of `host`, `quality`, `provenance` or `drift`, or the `alert_set`, that
-    is of another kind than it has to be.
+    """Raise `ValueError` for the first part of `host`, `quality`, `provenance`, `drift` or `alert_set` of a wrong
+    kind.
     """
     alert_set = manifest.get("alert_set")
     if alert_set is not None and not (isinstance(alert_set, str) and SET_NAME.fullmatch(alert_set)):
@@ -58,7 +55,7 @@ def _text(where: str, value: Any) -> None:
 def _number(where: str, value: Any) -> None:
     if isinstance(value, float):
         return
-    if type(value) is not int or abs(value) > _LARGEST:  # true is none
+    if type(value) is not int or abs(value) > _LARGEST:  # bool is not a number
         raise _wrong(where, value, "a number")
 
 
@@ -80,12 +77,12 @@ def _anything(where: str, value: Any) -> None:
 
 
 def _maybe(check: Check) -> Check:
-    """Or null."""
+    """`check`, or null."""
     return lambda where, value: None if value is None else check(where, value)
 
 
 def _each(check: Check) -> Check:
-    """An object whose values are all of one kind."""
+    """An object of such values."""
 
     def checked(where: str, value: Any) -> None:
         if not isinstance(value, dict):
@@ -97,7 +94,7 @@ def _each(check: Check) -> Check:
 
 
 def _all(check: Check) -> Check:
-    """A list of one kind."""
+    """A list of such values."""
 
     def checked(where: str, value: Any) -> None:
         if not isinstance(value, list):
@@ -108,8 +105,8 @@ def _all(check: Check) -> Check:
     return checked
 
 
-def _object(known: Mapping[str, Check], needed: Collection[str] = ()) -> Check:
-    """An object that has all that is `needed`; of the `known`, each is of its kind."""
+def _object(checks: Mapping[str, Check], needed: Collection[str] = ()) -> Check:
+    """An object with the `needed` keys and valid known ones."""
 
     def checked(where: str, value: Any) -> None:
         if not isinstance(value, dict):
@@ -117,7 +114,7 @@ def _object(known: Mapping[str, Check], needed: Collection[str] = ()) -> Check:
         for key in needed:
             if key not in value:
                 raise ValueError(f"{where} has no {key}")
-        for key, check in known.items():
+        for key, check in checks.items():
             if key in value:
                 check(f"{where}.{key}", value[key])
 

@@ -1,12 +1,10 @@
-"""The concepts of a pack, line i of concepts.jsonl probe i: each is read and checked when it is first asked for.
+"""The lines of concepts.jsonl, parsed and checked on access; line i is probe i.
 
     concepts = ConceptLines(data, directory / "concepts.jsonl")
-    concepts.fit(tree)                 # from now on a line has to say of its probe what the hierarchy says
-    concepts[3]["name"]                # PackCorrupt names a line that is wrong
-    concepts.check()                   # all lines, and that no id stands twice
+    concepts.fit(tree)                 # lines must agree with the hierarchy
+    concepts[3]["name"]                # PackCorrupt names a wrong line
 
-A line takes ten microseconds. The few thousand of most packs are read while the pack is opened; a hundred thousand
-would take a second then, and scores need none of them.
+A line takes 10 microseconds: only small packs are parsed on opening.
 """
 
 from __future__ import annotations
@@ -21,9 +19,8 @@ from probemon.errors import PackCorrupt
 from probemon.packs.manifest import CONTROL, MAX_CONCEPTS_BYTES, PROBES, read_bounded
 from probemon.util.strict_json import loads
 
-MOST_AT_ONCE = 10_000  # lines that are read while a pack is opened
-# Lists and objects in the concepts: a microsecond and some sixty bytes each, of two bytes in the file. Packs have some
-# four a concept, and a hundred thousand concepts.
+MOST_AT_ONCE = 10_000  # lines parsed on opening
+# About sixty bytes of memory each. Packs have about four a concept.
 MAX_BRACKETS = 4_000_000
 _KINDS = {"id": str, "name": str, "level": int, "parents": list}
 
@@ -31,12 +28,12 @@ Concept = dict[str, Any]
 
 
 def read_concepts(path: Path) -> list[Concept]:
-    """Return the concepts in a file, each of the right kind. Raises `PackCorrupt` naming the line."""
+    """Return the concepts of a file. Raises `PackCorrupt` naming the line."""
     return list(ConceptLines(read_bounded(path, MAX_CONCEPTS_BYTES), path))
 
 
 class ConceptLines(Sequence[Concept]):
-    """The concepts that the bytes `data` are; `path` is for errors. Raises `PackCorrupt`, as its items do."""
+    """The concepts in `data`. Raises `PackCorrupt`, also on access."""
 
     def __init__(self, data: bytes, path: Path) -> None:
         self._path = path
@@ -50,7 +47,7 @@ class ConceptLines(Sequence[Concept]):
                 f"{path} has {brackets:,} brackets, at most {MAX_BRACKETS:,} lists and objects are read: fetch the pack"
                 " again"
             )
-        # Not splitlines(): a definition may hold other characters that Unicode calls line breaks.
+        # Not splitlines(): definitions may hold other Unicode line breaks.
         self._lines: list[str | Concept] = [*text.removesuffix("\n").split("\n")] if text else []
         self._links: tuple[list[int], list[int], list[int]] | None = None
         self._fits: set[int] = set()
@@ -59,17 +56,17 @@ class ConceptLines(Sequence[Concept]):
                 self._line(i)
 
     def fit(self, tree: ConceptTree) -> None:
-        """Hold the lines, as many as its probes, against a hierarchy: at once where they are few."""
+        """Require that lines agree with a hierarchy."""
         self._links = tree.level.tolist(), tree.parent_ptr.tolist(), tree.parent_idx.tolist()
         if len(self) <= MOST_AT_ONCE:
             self.check()
 
     def check(self) -> None:
-        """Read every line. Raises `PackCorrupt` also where an id stands twice."""
+        """Read every line. Raises `PackCorrupt`, also for a repeated id."""
         ids = [concept["id"] for concept in self]
         if len(set(ids)) != len(ids):
-            twice = Counter(ids).most_common(1)[0][0]
-            raise PackCorrupt(f"{self._path}: id {twice!r:.80} appears twice")
+            duplicate = Counter(ids).most_common(1)[0][0]
+            raise PackCorrupt(f"{self._path}: id {duplicate!r:.80} appears twice")
 
     def __len__(self) -> int:
         return len(self._lines)
@@ -101,7 +98,6 @@ class ConceptLines(Sequence[Concept]):
         return f"{type(self).__name__}({len(self)} concepts of {str(self._path)!r})"
 
     def _line(self, i: int) -> Concept:
-        """Return what line i says, of the right kind."""
         line = self._lines[i]
         if isinstance(line, str):
             line = self._lines[i] = self._parsed(line, i % len(self) + 1)
@@ -127,7 +123,7 @@ class ConceptLines(Sequence[Concept]):
         return concept
 
     def _check_numbering(self, i: int, concept: Concept) -> None:
-        """Raise where a line has other parents or another level than its probe."""
+        """Raise if parents or level differ from the hierarchy's."""
         assert self._links is not None
         levels, ptr, above = self._links
         parents = [self._line(parent)["id"] for parent in above[ptr[i] : ptr[i + 1]]]

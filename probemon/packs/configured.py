@@ -1,8 +1,7 @@
-"""A pack with the settings and thresholds that hold for it.
+"""A pack with its settings and thresholds.
 
-configured = ConfiguredPack.of(pack, {"keep_top_k": 20})  # the pack's recommendation for what is not given
+configured = ConfiguredPack.of(pack, {"keep_top_k": 20})
 plan = configured.plan_with(["weapon"])
-members = configure_group(group, {"keep_top_k": 20})      # of several packs, each its own
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from probemon.packs.pack import ProbePack
 
 @dataclass(frozen=True)
 class ConfiguredPack:
-    """A pack, its settings, what is watched of it by them (None: all) and its expand thresholds `[P]`."""
+    """A pack, its settings, the watched probes (None: all) and expand thresholds `[P]`."""
 
     pack: ProbePack
     config: CascadeConfig
@@ -37,11 +36,9 @@ class ConfiguredPack:
 
     @classmethod
     def of(cls, pack: ProbePack, settings: Mapping[str, Any]) -> ConfiguredPack:
-        """Configure a pack by `settings`, and by its own recommendation for what is not given. Raises `ConfigError`
-        (`UnknownSetting` for a typo).
-        """
+        """Configure by `settings`, then by the recommendation. Raises `ConfigError` (`UnknownSetting` for a typo)."""
         recommended = dict(pack.descent()[1])
-        recommended_load = recommended.pop("load_threshold", None)  # that one is what "auto" means
+        recommended_load = recommended.pop("load_threshold", None)  # the meaning of "auto"
         config = CascadeConfig.of({**recommended, **settings})
         watched = _watched(pack, config, config.exclude)
         return cls(pack, config, recommended_load, watched, _thresholds(pack, config, recommended_load, watched))
@@ -49,8 +46,8 @@ class ConfiguredPack:
     def plan_with(
         self, extra: Sequence[str | int], exclude: Wanted | None = None, always_on: Sequence[str | int] | None = None
     ) -> CascadePlan:
-        """Return a plan with more concepts always on; with others excluded, or always on, than the settings say, where
-        `exclude` or `always_on` is given. Raises `UnknownConcept`, `ConfigError`.
+        """Return a plan with `extra` concepts always on; `exclude` and `always_on` replace the settings. Raises
+        `UnknownConcept`, `ConfigError`.
         """
         pack, config, watched, thresholds = self.pack, self.config, self.watched, self.thresholds
         if exclude is not None:
@@ -68,9 +65,7 @@ class ConfiguredPack:
 
 
 def configure_group(group: PackGroup, settings: Mapping[str, Any]) -> list[ConfiguredPack]:
-    """Configure every pack of a group by `settings`; `always_on` names concepts of the group. An error names the pack
-    that it is about.
-    """
+    """Configure each pack of a group; errors name the pack."""
     group.check_thresholds()
     config = CascadeConfig.of(settings)
     named = {
@@ -78,26 +73,29 @@ def configure_group(group: PackGroup, settings: Mapping[str, Any]) -> list[Confi
         "include": found(group, config.include),
         "exclude": found(group, config.exclude),
     }
-    own = {key: group.split(probes) for key, probes in named.items() if key in settings}
+    split_settings = {key: group.split(probes) for key, probes in named.items() if key in settings}
     depths = [(probe, n) for concept, n in config.depth.items() for probe in group.find_all(concept)]
     members = []
     for at, (name, pack) in enumerate(group.packs.items()):
-        mine: dict[str, Any] = {**settings, **{key: parts[at].tolist() for key, parts in own.items()}}
+        pack_settings: dict[str, Any] = {
+            **settings,
+            **{key: parts[at].tolist() for key, parts in split_settings.items()},
+        }
         if depths:
-            mine["depth"] = {
+            pack_settings["depth"] = {
                 pack.concepts[probe]["id"]: n for top, n in depths for probe in group.split([top])[at].tolist()
             }
-        if config.include and not mine["include"]:
+        if config.include and not pack_settings["include"]:
             raise ConfigError(f"include names no concept of {name}, so nothing of it would be watched: leave it out")
         with errors_name_pack(name):
-            member = ConfiguredPack.of(pack, mine)
-            member.plan_with(())  # what does not fit the hierarchy is an error here, too
+            member = ConfiguredPack.of(pack, pack_settings)
+            member.plan_with(())  # raises if it does not fit the hierarchy
         members.append(member)
     return members
 
 
 def found(pack: AnyPack, concepts: Wanted) -> list[int]:
-    """Return what `find_all` does, and no probe for an empty list, which that refuses."""
+    """Return `find_all`, or [] for an empty list."""
     return pack.find_all(concepts) if not isinstance(concepts, Sequence) or len(concepts) else []
 
 
@@ -106,10 +104,10 @@ def _watched(pack: ProbePack, config: CascadeConfig, exclude: Wanted) -> Mask | 
     watched = watched_probes(pack.tree, found(pack, config.include), found(pack, exclude), depth)
     cut = None if watched is None else cut_group(pack.tree, watched)
     if cut is not None:
-        kept, lost = (pack.concepts[probe]["id"] for probe in cut)
+        watched_id, left_out_id = (pack.concepts[probe]["id"] for probe in cut)
         raise ConfigError(
-            f"{lost} is left out by exclude or depth, and {kept} of its softmax group is watched: their scores are made"
-            " of the logits of all members, so leave out all of them or none"
+            f"{left_out_id} is left out by exclude or depth, and {watched_id} of its softmax group is watched: their"
+            " scores are computed from the logits of all members, so leave out all of them or none"
         )
     return watched
 
@@ -118,7 +116,7 @@ def _thresholds(
     pack: ProbePack, config: CascadeConfig, recommended_load: float | str | None, watched: Mask | None
 ) -> Floats:
     tree, alert = pack.tree, pack.lowest_alert.numpy()
-    if watched is not None:  # what is left out never fires, so nothing has to open for it
+    if watched is not None:  # excluded probes never fire: open nothing for them
         tree, alert = without(tree, watched), np.where(watched, alert, np.float32(np.inf))
     expand = pack.descent()[0].numpy()
     return expand_thresholds(tree, pack.score_rule, config.load_threshold, alert, expand, recommended_load)
@@ -126,7 +124,7 @@ def _thresholds(
 
 @contextmanager
 def errors_name_pack(name: str) -> Iterator[None]:
-    """Begin a `ConfigError` of the block with a pack's name."""
+    """Prefix a `ConfigError` with a pack's name."""
     try:
         yield
     except ConfigError as error:

@@ -1,6 +1,6 @@
-"""Packs made of other packs: what a copy keeps, and what it says of where it came from.
+"""Packs derived from other packs: contents, provenance and card.
 
-spec = spec_of(pack, probes)                # of some probes, as PackWriter takes it
+spec = spec_of(pack, probes)                # arguments of PackWriter
 copy_pack(pack, "mine/", "Renamed from", made_by("rename", [pack]), name="mine")
 """
 
@@ -18,7 +18,7 @@ from probemon.packs.manifest import PROBES
 from probemon.packs.pack import ProbePack
 from probemon.packs.writer import PackWriter
 
-# What a pack says of itself that holds at its alert thresholds alone: not said of a pack with others.
+# Figures that depend on the alert thresholds.
 _AT_THRESHOLD = (
     "false_positive_rate",
     "false_positive_rate_all_tokens",
@@ -31,18 +31,16 @@ _AT_THRESHOLD = (
     "n_fired_changed",
     "running_text",
     "background_fires",
-    # Of a concept that was trained.
+    # of trained concepts
     "alert",
     "alert_of_texts",
     "precision",
 )
-JUDGED_BY = "alert_threshold_of"  # in a concept's line: on what its threshold rests
+JUDGED_BY = "alert_threshold_of"  # key of a concept: the basis of its threshold
 
 
 def quality_of(pack: ProbePack) -> dict[str, Any]:
-    """Return what the pack's manifest says was measured, without what was measured at other alert thresholds than those
-    in force.
-    """
+    """Return the manifest's quality, without figures for thresholds that are not in force."""
     quality = dict(pack.manifest.get("quality") or {})
     if not _of_another(pack):
         return quality
@@ -54,14 +52,12 @@ def quality_of(pack: ProbePack) -> dict[str, Any]:
 
 
 def _of_another(pack: ProbePack) -> bool:
-    """Whether other alert thresholds are in force than those of which the pack's files speak."""
+    """True if the thresholds in force are not those of the files."""
     return pack.edited or pack.alert_set != pack.manifest.get("alert_set")
 
 
 def without_thresholds(quality: Mapping[str, Any]) -> dict[str, Any]:
-    """Return it without what was measured at the alert thresholds in force, at any depth. What is said of a set of
-    thresholds by its name stays.
-    """
+    """Return it without figures for the thresholds in force; named sets stay."""
     return {
         key: without_thresholds(value) if isinstance(value, Mapping) and key != "alert_sets" else value
         for key, value in quality.items()
@@ -72,22 +68,20 @@ def without_thresholds(quality: Mapping[str, Any]) -> dict[str, Any]:
 def concepts_of(
     pack: ProbePack, probes: Ints | None = None, *, recalibrated: Collection[int] = ()
 ) -> list[dict[str, Any]]:
-    """Return the lines of some `probes` (all), without what is said of thresholds that are not in force: those of the
-    `recalibrated` are new, and so are all of a set that the pack does not recommend.
-    """
-    of_another = _of_another(pack)
+    """Return the lines of `probes` (None: all), without notes on outdated or `recalibrated` thresholds."""
+    other_thresholds = _of_another(pack)
     return [
         {
             key: value
             for key, value in pack.concepts[probe].items()
-            if key != JUDGED_BY or not (of_another or probe in recalibrated)
+            if key != JUDGED_BY or not (other_thresholds or probe in recalibrated)
         }
         for probe in (range(pack.n_probes) if probes is None else probes.tolist())
     ]
 
 
 def spec_of(pack: ProbePack, probes: Ints | None = None) -> dict[str, Any]:
-    """Return what `PackWriter` takes for some `probes` of a pack (all), without `card`, `provenance` and `quality`."""
+    """Return the arguments of `PackWriter`, without `card`, `provenance` and `quality`."""
     at = slice(None) if probes is None else torch.from_numpy(probes)
     expand, recommended = pack.descent()
     return {
@@ -123,9 +117,9 @@ def copy_pack(
     probes: Ints | None = None,
     **changes: Any,
 ) -> ProbePack:
-    """Write some `probes` of a pack (all) as another pack, and open it.
+    """Write `probes` (None: all) as another pack and open it.
 
-    `how` begins its card; `changes`: what `PackWriter` takes, where it is another than the pack's.
+    `how`: begins the card; `changes`: other arguments of `PackWriter`
     """
     spec = {**spec_of(pack, probes), **changes}
     with PackWriter(path, **spec, card=card_of(spec["name"], how, [pack]), provenance=provenance) as writer:
@@ -135,7 +129,7 @@ def copy_pack(
 
 
 def made_by(operation: str, packs: Sequence[ProbePack], **how: Any) -> dict[str, Any]:
-    """Return the provenance of a pack that was made of others: each with its name, hash, provenance and quality."""
+    """Return the provenance of a derived pack."""
     parents = [
         {
             "name": pack.name,
@@ -154,7 +148,7 @@ def made_by(operation: str, packs: Sequence[ProbePack], **how: Any) -> dict[str,
 
 
 def card_of(name: str, how: str, packs: Sequence[ProbePack]) -> str:
-    """Return a card that says what a pack was made of, with the cards of these packs below."""
+    """Return a card that includes the parents' cards."""
     parents = "\n".join(
         f"- `{pack.name}`, {pack.n_probes} probes, sha256 of its weights {pack.manifest['files'][PROBES]['sha256']}"
         for pack in packs
@@ -170,10 +164,7 @@ def card_of(name: str, how: str, packs: Sequence[ProbePack]) -> str:
 def always_on(
     pack: ProbePack, kept: Collection[str] | None = None, *, new_ids: Mapping[str, str] | None = None
 ) -> dict[str, Any]:
-    """Return `{"always_on": ids}` of the concepts `kept` (all), where the pack recommends any, by their `new_ids`.
-
-    Ids, since what a pack names by number or name is another concept in another pack.
-    """
+    """Return `{"always_on": ids}` if the pack recommends any, only of `kept` concepts, renamed by `new_ids`."""
     if "always_on" not in pack.recommended:
         return {}
     ids = [pack.concepts[pack.find(concept)]["id"] for concept in pack.recommended["always_on"]]
@@ -181,5 +172,5 @@ def always_on(
 
 
 def some_of(names: Sequence[str], shown: int = 5) -> str:
-    """Return the first few names, and how many more there are."""
+    """Return the first names and the number of others."""
     return ", ".join(names[:shown]) + (f" and {len(names) - shown} more" if len(names) > shown else "")

@@ -1,8 +1,7 @@
-"""What differs between two packs, by concept id.
+"""Compares two packs by concept id.
 
 diff = pack_diff(before, after)
 diff.same, diff.only_in_a, diff.changed["whale"]      # {"weights": 0.25, "parents": [...], ...}
-print(diff)
 """
 
 from __future__ import annotations
@@ -26,25 +25,23 @@ from probemon.packs.tensors import name_of
 from probemon.packs.widen import smallest_common, widen
 from probemon.util.counted import counted
 
-Rows = np.ndarray  # of one probe each
+Rows = np.ndarray  # one per probe
 _Table = tuple[Rows, Rows, Callable[[Rows, Rows], Any]]
 _HASH_DIGITS = 12
 
 
 @dataclass(frozen=True)
 class PackDiff:
-    """What differs between two packs in what they score, in what rules and views make of it, and in what they say of
-    concepts and host.
+    """Differences in scores, thresholds, settings and descriptions of concepts and model.
 
     - `only_in_a`, `only_in_b`: ids
-    - `changed`: by id, what differs: `weights` and `golden_scores` as the largest difference, and as `[in a, in b]`
-      thresholds (None: not calibrated), `input`, `softmax_group` (the ids of all its members, None for none),
-      `first_parent` of the same parents, `score_counts:NAME` (how many scores were counted), `drift` (in how many
-      requests it fired) and whatever its line of `concepts.jsonl` says, as `name`, `parents` and `precision`
-    - `about`: of the packs as a whole, `[in a, in b]` by key, tensors by the beginning of their sha256
-    - `n_same`: how many concepts are alike in all
+    - `changed`: by id; the largest difference of `weights` and `golden_scores`; else `[in a, in b]`: thresholds (None:
+      not calibrated), `input`, `softmax_group` (all member ids), `first_parent`, `score_counts:NAME` (totals), `drift`
+      (requests in which it fired), and fields of `concepts.jsonl`
+    - `about`: `[in a, in b]` of the whole packs, tensors as sha256 prefix
+    - `n_same`: concepts without differences
 
-    Not compared are the packs' names, cards, provenance and quality, and the numbers of probes.
+    Names, cards, provenance, quality and probe numbers are not compared.
     """
 
     names: tuple[str, str]
@@ -56,7 +53,7 @@ class PackDiff:
 
     @property
     def same(self) -> bool:
-        """Whether both score alike, rules and views make the same of it, and both say the same of every concept."""
+        """True if nothing differs."""
         return not (self.only_in_a or self.only_in_b or self.changed or self.about)
 
     def as_dict(self) -> dict[str, Any]:
@@ -73,8 +70,8 @@ class PackDiff:
         }
 
     def __str__(self) -> str:
-        said = {key: _apart(*both) for key, both in self.about.items()}
-        lines = [f"{key}: {a!r} in {self.names[0]}, {b!r} in {self.names[1]}" for key, (a, b) in said.items()]
+        reduced = {key: _apart(*both) for key, both in self.about.items()}
+        lines = [f"{key}: {a!r} in {self.names[0]}, {b!r} in {self.names[1]}" for key, (a, b) in reduced.items()]
         for name, ids in zip(self.names, (self.only_in_a, self.only_in_b), strict=True):
             if ids:
                 lines.append(f"only in {name}: {some_of(ids)}")
@@ -89,23 +86,19 @@ class PackDiff:
 
 
 def pack_diff(a: ProbePack, b: ProbePack) -> PackDiff:
-    """Compare two packs concept by concept. Probes of different shapes are compared as ones of the shape that has room
-    for both.
+    """Compare two packs concept by concept; different shapes are widened to a common one.
 
-    Scores are the same where weights, inputs, softmax groups, score rule and, by the path rule, parents are; what
-    follows from them also depends on thresholds, counts, familiar states and recommended settings. Raises
-    `PackError` where int8 is compared with another dtype, or states of different sizes are read: no weight has a
-    counterpart then.
+    Raises `PackError` if only one is int8, or hidden sizes differ.
     """
     sizes = [check_pack(pack).architecture.hidden_size for pack in (a, b)]
     if sizes[0] != sizes[1]:
         raise PackError(
-            f"{a.name} reads states of {sizes[0]} values, {b.name} of {sizes[1]}: they are for different hosts, and no"
+            f"{a.name} reads states of {sizes[0]} values, {b.name} of {sizes[1]}: they are for different models, and no"
             " weight of one has a counterpart in the other"
         )
     if (a.dtype == torch.int8) != (b.dtype == torch.int8):
         raise PackError(
-            f"{a.name} is {a.dtype}, {b.name} {b.dtype}: a whole number has a scale beside it. Compare what the int8"
+            f"{a.name} is {a.dtype}, {b.name} {b.dtype}: int8 weights have scales. Compare the pack that the int8"
             " pack was made from"
         )
     architecture = smallest_common([a.architecture, b.architecture])
@@ -127,10 +120,10 @@ def pack_diff(a: ProbePack, b: ProbePack) -> PackDiff:
             pair = [_number(first[i]), _number(second[j])]
             if pair[0] != pair[1]:
                 changes[key] = pair
-        for key, (rows_in_a, rows_in_b, said_of) in tables.items():
-            said = None if np.array_equal(rows_in_a[i], rows_in_b[j]) else said_of(rows_in_a[i], rows_in_b[j])
-            if said is not None:
-                changes[key] = said
+        for key, (rows_in_a, rows_in_b, describe) in tables.items():
+            difference = None if np.array_equal(rows_in_a[i], rows_in_b[j]) else describe(rows_in_a[i], rows_in_b[j])
+            if difference is not None:
+                changes[key] = difference
         largest = _largest(
             {key: tensor[i : i + 1] for key, tensor in a.weights.items()},
             {key: tensor[j : j + 1] for key, tensor in b.weights.items()},
@@ -151,17 +144,17 @@ def pack_diff(a: ProbePack, b: ProbePack) -> PackDiff:
 
 
 def _about(a: ProbePack, b: ProbePack) -> dict[str, list[Any]]:
-    """Return what is said of both packs as a whole, by key, where it differs."""
-    of_a, of_b = _of_the_whole(a), _of_the_whole(b)
-    return {key: [of_a[key], of_b[key]] for key in of_a if of_a[key] != of_b[key]}
+    """Return the differences of the packs as a whole."""
+    whole_a, whole_b = _of_the_whole(a), _of_the_whole(b)
+    return {key: [whole_a[key], whole_b[key]] for key in whole_a if whole_a[key] != whole_b[key]}
 
 
 def _of_the_whole(pack: ProbePack) -> dict[str, Any]:
-    # A pack can be open with another of its sets in force than its manifest recommends, and need not say its scope.
+    # The open pack may have another alert set than its manifest recommends.
     familiar = [
-        {**spec.as_dict(), "limit": known.limit, "states": _hash(known.mean, known.basis)}
-        for spec, known in zip(pack.inputs, pack.familiar, strict=True)
-        if known is not None
+        {**spec.as_dict(), "limit": entry.limit, "states": _hash(entry.mean, entry.basis)}
+        for spec, entry in zip(pack.inputs, pack.familiar, strict=True)
+        if entry is not None
     ]
     golden, reference = pack.golden_hidden, pack.drift_reference
     return {
@@ -188,13 +181,13 @@ def _norms(reference: DriftReference) -> dict[str, str]:
 
 
 def _hash(*tensors: Tensor) -> str:
-    """Return the beginning of a sha256 of shapes and values."""
+    """Return a sha256 prefix of shapes and values."""
     parts = [f"{tuple(tensor.shape)}".encode() + tensor.contiguous().numpy().tobytes() for tensor in tensors]
     return sha256(b"".join(parts)).hexdigest()[:_HASH_DIGITS]
 
 
 def _all_thresholds(a: ProbePack, b: ProbePack) -> dict[str, tuple[Tensor, Tensor]]:
-    """Return the thresholds `[P]` of both by kind, NaN where one has none of that kind."""
+    """Return both packs' thresholds `[P]` by kind, NaN if missing."""
     none_in_a, none_in_b = torch.full_like(a.alert_threshold, math.nan), torch.full_like(b.alert_threshold, math.nan)
     thresholds = {
         "alert_threshold": (a.alert_threshold, b.alert_threshold),
@@ -212,7 +205,7 @@ def _all_thresholds(a: ProbePack, b: ProbePack) -> dict[str, tuple[Tensor, Tenso
 
 
 def _tables(a: ProbePack, b: ProbePack, golden_states_are_same: bool) -> dict[str, _Table]:
-    """Return what both packs hold in more numbers than one a probe, by kind, and what is said of rows that differ."""
+    """Return arrays with several numbers per probe, by kind, and how to describe a difference."""
     tables: dict[str, _Table] = {
         f"score_counts:{name}": (a.score_counts(name).numpy(), b.score_counts(name).numpy(), _sums)
         for name in a.counted
@@ -228,7 +221,7 @@ def _tables(a: ProbePack, b: ProbePack, golden_states_are_same: bool) -> dict[st
 
 
 def _requests(reference: DriftReference) -> Rows:
-    """Return the counts of requests of each concept, first in how many it fired."""
+    """Return the counts of requests by concept, the fired ones first."""
     counts = reference.counts
     traits = np.stack([counts.fired, counts.low, counts.high, counts.flat], axis=1)
     return np.concatenate([traits, counts.highest], axis=1)
@@ -243,30 +236,30 @@ def _firsts(a: Rows, b: Rows) -> list[int]:
 
 
 def _most_apart(a: Rows, b: Rows) -> float | None:
-    """Return the largest difference of two rows of golden scores, None where the same weights may have made both."""
+    """Return the largest difference of golden scores, None if within the replay error."""
     apart = float(np.abs(a.astype(np.float64) - b).max(initial=0.0))
     return apart if apart > MAX_REPLAY_ERROR else None
 
 
 def _lines_apart(a: ProbePack, b: ProbePack, i: int, j: int) -> dict[str, Any]:
-    """Return what differs of the lines of probe i of `a` and probe j of `b`, and of which parent comes first."""
+    """Return the differences of two concept lines, and of the first parent."""
     before, after = a.concepts[i], b.concepts[j]
-    said: dict[str, Any] = {
+    changes: dict[str, Any] = {
         key: [before.get(key), after.get(key)]
         for key in {**before, **after}
         if key != "parents" and before.get(key) != after.get(key)
     }
     if sorted(before["parents"]) != sorted(after["parents"]):
-        said["parents"] = [before["parents"], after["parents"]]
+        changes["parents"] = [before["parents"], after["parents"]]
     elif before["parents"]:
         firsts = [pack.concepts[int(pack.tree.first_parent[probe])]["id"] for pack, probe in ((a, i), (b, j))]
         if firsts[0] != firsts[1]:
-            said["first_parent"] = firsts
-    return said
+            changes["first_parent"] = firsts
+    return changes
 
 
 def _apart(a: Any, b: Any) -> tuple[Any, Any]:
-    """Return what is said of both, without what is the same: a host has dozens of settings."""
+    """Return both values without equal parts."""
     if not isinstance(a, Mapping) or not isinstance(b, Mapping):
         return a, b
     both = {key: _apart(a[key], b[key]) for key in a if key in b and a[key] != b[key]}
@@ -282,7 +275,7 @@ def _largest(a: Mapping[str, Tensor], b: Mapping[str, Tensor], architecture: Any
 
 
 def _mates(pack: ProbePack, probe: int) -> list[str] | None:
-    """Return the ids of all members of a probe's softmax group, None where it has none."""
+    """Return the ids of a probe's softmax group, or None."""
     if pack.tree.groups.of[probe] < 0:
         return None
     return sorted(pack.concepts[mate]["id"] for mate in pack.tree.groups.mates(probe).tolist())

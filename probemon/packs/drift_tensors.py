@@ -1,7 +1,7 @@
-"""The reference of drift that a pack holds: tensors of counts by concept, and what the manifest says of them.
+"""The drift reference of a pack, as tensors and manifest entry.
 
-tensors = drift_tensors(reference, order)              # as PackSpec writes them; `order`: concept order[i] is probe i
-reference = drift_of(manifest, described, read, ids, sites, where)      # PackCorrupt; None where there is none
+tensors = drift_tensors(reference, ids, sites, order)              # concept order[i] is probe i
+reference = drift_of(manifest, read, ids, sites, where)
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from probemon.core.request_counts import N_NORM_BINS, N_SCORE_BINS, RequestCount
 from probemon.errors import PackCorrupt, PackError
 
 FIRED, SCORES, NORMS = DRIFT = ("drift_fired", "drift_scores", "drift_norms")
-_ENDS = 3  # low, high and flat come before the bins of the highest scores
+_ENDS = 3  # low, high and flat precede the bins
 
 
 def drift_tensors(
     reference: DriftReference, ids: Sequence[str], sites: Sequence[str], order: Ints
 ) -> dict[str, Tensor]:
-    """Return the tensors of a pack's file, int64. Raises `PackError` where the reference is not of all its concepts, in
-    the order in which they were given, with all their scores, and of its sites.
+    """Return the pack's tensors, int64. Raises `PackError` unless the reference has all of its concepts, in order and
+    with scores, and its sites.
     """
     counts = reference.counts
     if list(reference.ids) != list(ids) or len(reference.scored) != len(ids) or list(reference.sites) != list(sites):
@@ -42,17 +42,17 @@ def drift_tensors(
 def check_drift(
     manifest: Mapping[str, Any], described: Mapping[str, Tensor], n_probes: int, n_sites: int, where: str
 ) -> bool:
-    """Return whether a pack holds a reference. Raises `PackCorrupt` where it holds a part of one, or another shape."""
-    stated, known = manifest.get("drift"), [name for name in DRIFT if name in described]
-    if stated is None and not known:
+    """Return whether a pack has a reference. Raises `PackCorrupt` if it is incomplete or has wrong shapes."""
+    entry, names = manifest.get("drift"), [name for name in DRIFT if name in described]
+    if entry is None and not names:
         return False
     shapes = {FIRED: (n_probes,), SCORES: (n_probes, _ENDS + N_SCORE_BINS), NORMS: (n_sites, N_NORM_BINS)}
     for name, shape in shapes.items():
         tensor = described.get(name)
-        if stated is None or tensor is None or tuple(tensor.shape) != shape or tensor.dtype != torch.int64:
+        if entry is None or tensor is None or tuple(tensor.shape) != shape or tensor.dtype != torch.int64:
             is_now = "missing" if tensor is None else f"{tensor.dtype} {tuple(tensor.shape)}"
             raise PackCorrupt(
-                f"{where}: {name} is {is_now}, expected torch.int64 {shape}, and the manifest's drift beside it: fetch"
+                f"{where}: {name} is {is_now}, expected torch.int64 {shape}, and drift in the manifest: fetch"
                 " the pack again"
             )
     return True
@@ -61,9 +61,9 @@ def check_drift(
 def drift_of(
     manifest: Mapping[str, Any], read: Callable[[str], Tensor], ids: Sequence[str], sites: Sequence[str], where: str
 ) -> DriftReference:
-    """Return the reference of a pack that holds one. Raises `PackCorrupt` for what are no counts of its requests."""
-    stated = manifest["drift"]
-    n = int(stated["n_requests"])
+    """Return a pack's reference. Raises `PackCorrupt` for impossible counts."""
+    entry = manifest["drift"]
+    n = int(entry["n_requests"])
     fired, scores, norms = (read(name).numpy() for name in DRIFT)
     highest = scores[:, _ENDS:]
     if (
@@ -71,9 +71,9 @@ def drift_of(
         or max(fired.max(initial=0), scores.max(initial=0), norms.sum(axis=1).max(initial=0)) > n
         or (highest.sum(axis=1) != n).any()
     ):
-        raise PackCorrupt(f"{where}: {', '.join(DRIFT)} are no counts of {n} requests: fetch the pack again")
+        raise PackCorrupt(f"{where}: {', '.join(DRIFT)} are not counts of {n} requests: fetch the pack again")
     low, high, flat = (scores[:, i] for i in range(_ENDS))
     counts = RequestCounts(n, fired, low, high, flat, highest, norms)
     every: Ints = np.arange(len(ids))
-    alert = read("alert_threshold").numpy()  # as they were written beside it
-    return DriftReference(tuple(ids), every, tuple(sites), counts, stated["host"], {}, stated.get("alert_set"), alert)
+    alert = read("alert_threshold").numpy()  # of the same file
+    return DriftReference(tuple(ids), every, tuple(sites), counts, entry["host"], {}, entry.get("alert_set"), alert)

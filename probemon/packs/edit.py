@@ -1,13 +1,11 @@
-"""New packs out of packs: merged, cut down, renamed. Each says in its manifest what it was made of.
+"""Merges, cuts and renames packs into new ones.
 
     merge([animals, deception], "both/", name="both")
     merge({"a": before, "b": after}, "both/", name="both")        # ids become a:whale, b:whale
-    subset(pack, "whales/", ["whale"])                            # with all above it and all below
+    subset(pack, "whales/", ["whale"])                            # with all above and below
     rename(pack, "mine/", name="mine", concepts={"whale.n.02": {"id": "whale"}})
 
-A pack is never changed in place. What was measured of a pack is kept with it, as a parent in the new one's provenance,
-and stands under `quality` only where the new one is still what was measured. Weights are copied in blocks, so that a
-pack larger than memory can be edited.
+Measurements stay in the parents' provenance, and in `quality` if still valid. Packs may exceed memory.
 """
 
 from __future__ import annotations
@@ -43,9 +41,9 @@ from probemon.packs.writer import PackWriter
 from probemon.util.checks import shown
 
 _SHOWN = 5
-_MERGED = "merged"  # the set in force of packs whose own are called unlike
-_BY_CONCEPT = ("concepts", "contradictions")  # parts of `quality` whose keys are concept ids
-# Settings of several packs as one: together they have no less room, no fewer rounds and no stricter limit than alone.
+_MERGED = "merged"  # the alert set in force if the packs' names differ
+_BY_CONCEPT = ("concepts", "contradictions")  # parts of `quality` by concept id
+# Merged settings: at least as much room and rounds as alone, no stricter limit.
 _JOINED: dict[str, Callable[[list[Any]], Any]] = {
     "max_loaded_probes": sum, "keep_top_k": sum, "aggressive_pruning": all, "unload_threshold": min,
     "report_top_k": max,
@@ -61,16 +59,15 @@ def merge(
     card: str | None = None,
     overwrite: bool = False,
 ) -> ProbePack:
-    """Write one pack of the probes of several, for one host; hierarchies stay side by side. Scores are those of each
-    alone.
+    """Write one pack of the probes of several for one model, with the same scores and separate hierarchies.
 
-    A mapping puts its names before ids: `name:id`. Smaller probes are widened exactly to the largest shape. A descent
-    of the whole begins with and opens what a descent of each alone does, but for what is taken over from token to token
-    (`keep_top_k`), of which the best of the whole stay: room adds up, `max_rounds` is the largest, and where packs
-    descend by unlike rules, each keeps its own as expand thresholds. Sets of alert thresholds that all
-    packs have stay where all descend by one rule with them; the one in force is called "merged" where the packs' are
-    called unlike. Raises `PackError` where dtypes, score rules, scopes, hosts or ids
-    clash: `DynamicProbeManager` takes such packs side by side; `ConfigError` for one that does not work as recommended.
+    A mapping prefixes ids: `name:id`. Smaller probes are widened. A descent opens what those of the parts do, except
+    that `keep_top_k` applies to the whole: room adds up, `max_rounds` is the largest, and packs with different rules
+    keep theirs as expand thresholds. Alert sets that all have stay if one rule fits; the set in force is "merged" if
+    names differ.
+
+    Raises `PackError` if dtypes, score rules, scopes, models or ids clash (`DynamicProbeManager` takes such packs
+    together), `ConfigError` for an unusable recommendation.
     """
     check_target(path, overwrite)
     if not isinstance(packs, (Sequence, Mapping)):
@@ -91,7 +88,7 @@ def merge(
     concepts = [concept for prefix, pack in named for concept in _with_prefix(pack, prefix)]
     _check_unique(concepts)
     specs = list(dict.fromkeys(spec for pack in members for spec in pack.inputs))
-    own_specs = [torch.tensor([specs.index(spec) for spec in pack.inputs], device="cpu") for pack in members]
+    input_maps = [torch.tensor([specs.index(spec) for spec in pack.inputs], device="cpu") for pack in members]
     recommended, expand_threshold = _joined_settings(named)
     with PackWriter(
         path,
@@ -105,7 +102,9 @@ def merge(
         host=_one_host(members),
         licence=" AND ".join(dict.fromkeys(pack.manifest["licence"] for pack in members)),
         card=card or card_of(name, "Merged from", members),
-        input_index=torch.cat([own[pack.input_index] for own, pack in zip(own_specs, members, strict=True)]),
+        input_index=torch.cat(
+            [input_map[pack.input_index] for input_map, pack in zip(input_maps, members, strict=True)]
+        ),
         softmax_group=torch.from_numpy(SoftmaxGroups.join([pack.tree.groups for pack in members]).of),
         alert_threshold=torch.cat([pack.alert_threshold for pack in members]),
         expand_threshold=expand_threshold,
@@ -136,12 +135,9 @@ def subset(
     name: str | None = None,
     overwrite: bool = False,
 ) -> ProbePack:
-    """Write a pack of some concepts, by id, name or pattern, with all that is `above` and `below` them, and with the
-    other members of their softmax groups, without which they would have other scores.
+    """Write a pack of some concepts, with all `above` and `below` them, and softmax groups.
 
-    Without `above` a concept whose parents are left out begins a hierarchy of its own; in a pack of the path rule its
-    score would then be another one, so that is refused. Thresholds stay: a concept is opened by the parents that open
-    it in the whole pack. Raises `UnknownConcept`, `PackError`.
+    Without `above`, concepts may become roots, which the path rule refuses. Raises `UnknownConcept`, `PackError`.
     """
     check_target(path, overwrite)
     pack = check_pack(pack)
@@ -150,19 +146,19 @@ def subset(
     chosen = {probe for concept in concepts for probe in pack.find_all(concept)}
     if not chosen:
         raise PackError("no concept is chosen: give ids, names or patterns")
-    kept = set(chosen)
+    selected = set(chosen)
     if below:
-        kept |= {int(child) for probe in chosen for child in _reached(probe, pack.tree.children)}
+        selected |= {int(child) for probe in chosen for child in _reached(probe, pack.tree.children)}
     if above:
-        kept |= {int(parent) for probe in tuple(kept) for parent in _reached(probe, pack.tree.parents)}
-    kept |= {int(mate) for probe in tuple(kept) for mate in pack.tree.groups.mates(probe)}  # of the same parents
-    orphans = [probe for probe in sorted(kept) if not set(pack.tree.parents(probe).tolist()) <= kept]
+        selected |= {int(parent) for probe in tuple(selected) for parent in _reached(probe, pack.tree.parents)}
+    selected |= {int(mate) for probe in tuple(selected) for mate in pack.tree.groups.mates(probe)}  # same parents
+    orphans = [probe for probe in sorted(selected) if not set(pack.tree.parents(probe).tolist()) <= selected]
     if orphans and follows_path(pack.score_rule):
         raise PackError(
             f"{pack.concepts[orphans[0]]['id']!r} would be without a parent, and its score is a product along its path:"
             " keep what is above"
         )
-    probes = np.asarray(sorted(kept), dtype=np.int64)
+    probes = np.asarray(sorted(selected), dtype=np.int64)
     lines, recommended = _cut(pack, probes, orphans)
     return copy_pack(
         pack,
@@ -185,10 +181,9 @@ def rename(
     concepts: Mapping[str, str | Mapping[str, str]] | None = None,
     overwrite: bool = False,
 ) -> ProbePack:
-    """Write the same pack by other names: `name` its own; `concepts`: by id (or unambiguous name) a new name, or
-    `{"id": ..., "name": ...}`.
+    """Write the same pack under other names; `concepts`: new names or `{"id": ..., "name": ...}` by id.
 
-    Scores, thresholds and what was measured stay. Raises `UnknownConcept`, `PackError` where an id is taken.
+    Raises `UnknownConcept`, and `PackError` if an id is taken.
     """
     check_target(path, overwrite)
     pack = check_pack(pack)
@@ -211,8 +206,8 @@ def rename(
         line.update(change)
     ids = [line["id"] for line in lines]
     if len(set(ids)) < len(ids):
-        taken = next(concept for concept in new_ids.values() if ids.count(concept) > 1)
-        raise PackError(f"id {taken!r} is another concept's: ids are unique in a pack")
+        duplicate = next(concept for concept in new_ids.values() if ids.count(concept) > 1)
+        raise PackError(f"id {duplicate!r} is another concept's: ids are unique in a pack")
     for line in lines:
         line["parents"] = [new_ids.get(parent, parent) for parent in line["parents"]]
     changed = {old: new for old, new in new_ids.items() if old != new}
@@ -230,25 +225,25 @@ def rename(
 
 
 def _with_prefix(pack: ProbePack, prefix: str) -> list[dict[str, Any]]:
-    before = f"{prefix}:" if prefix else ""
+    qualifier = f"{prefix}:" if prefix else ""
     return [
-        {**concept, "id": before + concept["id"], "parents": [before + parent for parent in concept["parents"]]}
+        {**concept, "id": qualifier + concept["id"], "parents": [qualifier + parent for parent in concept["parents"]]}
         for concept in concepts_of(pack)
     ]
 
 
 def _check_unique(concepts: Sequence[Mapping[str, Any]]) -> None:
-    twice = sorted(concept for concept, n in Counter(concept["id"] for concept in concepts).items() if n > 1)
-    if twice:
+    repeated = sorted(concept for concept, n in Counter(concept["id"] for concept in concepts).items() if n > 1)
+    if repeated:
         raise PackError(
-            f"{len(twice)} ids are in more than one pack"
-            f" ({', '.join(map(repr, twice[:_SHOWN]))}{', ...' if len(twice) > _SHOWN else ''}): name the packs,"
+            f"{len(repeated)} ids are in more than one pack"
+            f" ({', '.join(map(repr, repeated[:_SHOWN]))}{', ...' if len(repeated) > _SHOWN else ''}): name the packs,"
             ' merge({"a": first, "b": second}) or --prefix, and ids become a:id'
         )
 
 
 def _aggregated(packs: Sequence[ProbePack]) -> dict[str, Tensor]:
-    """Return alert thresholds `[P]` by aggregator, NaN for the probes of packs that have none for it."""
+    """Return alert thresholds `[P]` by aggregator, NaN if missing."""
     return {
         name: torch.cat(
             [
@@ -261,7 +256,7 @@ def _aggregated(packs: Sequence[ProbePack]) -> dict[str, Tensor]:
 
 
 def _score_counts(packs: Sequence[ProbePack]) -> dict[str, Tensor]:
-    """Return counts `[P, N_BINS]` by aggregator, zeros for the probes of packs that have none for it."""
+    """Return counts `[P, N_BINS]` by aggregator, zeros if missing."""
     return {
         name: torch.cat(
             [
@@ -276,12 +271,9 @@ def _score_counts(packs: Sequence[ProbePack]) -> dict[str, Tensor]:
 
 
 def _joined_alert_sets(packs: Sequence[ProbePack], rule: float | str | None) -> dict[str, Any]:
-    """Return the sets of alert thresholds that all of several packs have, where the set of each has a name. The one in
-    force is that of each pack, "merged" where they are called unlike.
+    """Return the named alert sets that all packs have, without those by which a part would descend by another rule.
 
-    `rule`: the load threshold that is recommended for the whole. Another set than the one in force is left out where a
-    part would descend by another rule with it than the whole does: thresholds that keep each part's own rule are of the
-    set in force.
+    `rule`: the merged load threshold
     """
     names = {pack.alert_set for pack in packs}
     if None in names:
@@ -289,9 +281,9 @@ def _joined_alert_sets(packs: Sequence[ProbePack], rule: float | str | None) -> 
     in_force = packs[0].alert_set if len(names) == 1 else _MERGED
     sets = [{**pack.other_alert_sets(), pack.alert_set: pack.alert_threshold} for pack in packs]
     joined = {
-        name: torch.cat([own[name] for own in sets])
+        name: torch.cat([alerts[name] for alerts in sets])
         for name in sets[0]
-        if name != in_force and all(name in own for own in sets)
+        if name != in_force and all(name in alerts for alerts in sets)
     }
     return {
         "alert_set": in_force,
@@ -300,11 +292,9 @@ def _joined_alert_sets(packs: Sequence[ProbePack], rule: float | str | None) -> 
 
 
 def _one_rule(packs: Sequence[ProbePack], name: str, alert: Tensor, rule: float | str | None) -> bool:
-    """Whether all that descends in the parts does so by one rule with a set of alert thresholds, and that of the whole,
-    whose thresholds `[P]` these are.
-    """
+    """True if all parts and the whole descend by one rule with an alert set, `[P]`."""
     deep = [pack.with_alert_set(name) for pack in packs if pack.tree.has_children.any()]
-    if any(pack.bounding for pack in deep):  # these have expand thresholds that follow the set; no others have
+    if any(pack.bounding for pack in deep):  # their expand thresholds follow the set
         return all(pack.bounding for pack in deep)
     rules = {
         auto_threshold(pack.score_rule, pack.lowest_alert.numpy(), pack.recommended.get("load_threshold"))
@@ -316,41 +306,39 @@ def _one_rule(packs: Sequence[ProbePack], name: str, alert: Tensor, rule: float 
 
 
 def _one_host(packs: Sequence[ProbePack]) -> dict[str, Any]:
-    """Return what the packs together say of their host. Raises `PackError` where they say different things."""
+    """Return the merged `host` section. Raises `PackError` if packs disagree."""
     host: dict[str, Any] = {}
     for pack in packs:
         for key, value in pack.manifest["host"].items():
-            known = host.setdefault(key, value)
-            if known is None or value is None or known == value:
+            former = host.setdefault(key, value)
+            if former is None or value is None or former == value:
                 what = ""
-            elif key == "settings":  # of which one release of transformers states more than another
-                what = next(iter(differing(known, value)), "")
+            elif key == "settings":  # transformers releases state different keys
+                what = next(iter(differing(former, value)), "")
             else:
-                what = f"{key} is {known!r} and {value!r}"
+                what = f"{key} is {former!r} and {value!r}"
             if what:
-                raise PackError(f"the packs are for different hosts: {what} ({pack.name}). A pack has one host")
+                raise PackError(f"the packs are for different models: {what} ({pack.name}). A pack has one model")
             host[key] = value if host[key] is None else host[key]
     return host
 
 
 def _one_familiar(packs: Sequence[ProbePack], spec: InputSpec) -> Familiar | None:
-    """Return what is known of the calibration states of an input, where all packs that read it know the same."""
-    known = [pack.familiar[pack.inputs.index(spec)] for pack in packs if spec in pack.inputs]
-    first = known[0]
+    """Return an input's `Familiar` if all packs that read it agree."""
+    statistics = [pack.familiar[pack.inputs.index(spec)] for pack in packs if spec in pack.inputs]
+    first = statistics[0]
     same = first is not None and all(
         other is not None
         and torch.equal(other.mean, first.mean)
         and torch.equal(other.basis, first.basis)
         and other.limit == first.limit
-        for other in known
+        for other in statistics
     )
     return first if same else None
 
 
 def _golden(packs: Sequence[ProbePack], sites: Sequence[str]) -> Tensor | None:
-    """Return states of all packs `[G, S, D]`; of a site that a pack does not read, those of the packs that do, in turn.
-    None where one has no states.
-    """
+    """Return the packs' states `[G, S, D]`, repeated at sites with fewer."""
     states: dict[str, list[Tensor]] = {site: [] for site in sites}
     for pack in packs:
         golden = pack.golden_hidden
@@ -358,22 +346,20 @@ def _golden(packs: Sequence[ProbePack], sites: Sequence[str]) -> Tensor | None:
             return None
         for i, site in enumerate(pack.sites):
             states[site].append(golden[:, i])
-    joined = [torch.cat(own) for own in states.values()]
+    joined = [torch.cat(tensor) for tensor in states.values()]
     n = max(map(len, joined))
-    return torch.stack([own[torch.arange(n, device=own.device) % len(own)] for own in joined], dim=1)
+    return torch.stack([tensor[torch.arange(n, device=tensor.device) % len(tensor)] for tensor in joined], dim=1)
 
 
 def _joined_settings(named: Sequence[tuple[str, ProbePack]]) -> tuple[dict[str, Any], Tensor]:
-    """Return what is recommended for several packs as one, and their expand thresholds `[P]`. Raises `ConfigError` for
-    a pack that does not work as it is recommended.
-    """
+    """Return merged recommendations and expand thresholds `[P]`. Raises `ConfigError`."""
     members, never_dropped = [], []
     for _, pack in named:
         with errors_name_pack(pack.name):
             members.append(ConfiguredPack.of(pack, {}))
             never_dropped.append(members[-1].plan_with(()).exempt)
     settings = {key: join([getattr(member.config, key) for member in members]) for key, join in _JOINED.items()}
-    # Levels at which every pack begins that has them; what else one begins with is always on.
+    # Common first levels; other starting concepts are always on.
     levels = {level for member in members for level in member.config.base_layers}
     settings["base_layers"] = base = sorted(
         level
@@ -407,15 +393,13 @@ def _joined_settings(named: Sequence[tuple[str, ProbePack]]) -> tuple[dict[str, 
 
 
 def _writable_thresholds(member: ConfiguredPack) -> np.ndarray:
-    """Return the expand thresholds by which a pack descends, NaN for leaves, as numbers that a pack may hold: those
-    that no score is under or over open the same.
-    """
+    """Return expand thresholds, NaN for leaves, clipped to valid values."""
     thresholds = np.where(member.thresholds < 0, np.float32(ALWAYS), np.minimum(member.thresholds, np.float32(1)))
     return np.where(member.pack.tree.has_children, thresholds, np.float32(np.nan))
 
 
 def _reached(probe: int, neighbours: Callable[[int], Ints]) -> set[int]:
-    """Return all probes to which a way over `neighbours` leads."""
+    """Return all probes reachable over `neighbours`."""
     reached: set[int] = set()
     waiting = [probe]
     while waiting:
@@ -426,21 +410,21 @@ def _reached(probe: int, neighbours: Callable[[int], Ints]) -> set[int]:
 
 
 def _cut(pack: ProbePack, probes: Ints, orphans: Sequence[int]) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """Return the lines of some concepts of a pack, and what is recommended for them, so that a descent begins with
-    those that it begins with in the whole pack. `orphans`: those with a parent that is left out.
+    """Return concept lines and recommendations such that descents begin with the same concepts. `orphans`: concepts
+    that lose a parent.
     """
     lines = concepts_of(pack, probes)
     ids = {line["id"] for line in lines}
     recommended = {**pack.descent()[1], **always_on(pack, ids)}
     layers = recommended.pop("base_layers", CascadeConfig.base_layers)
     base = [level for level in layers if level in pack.tree.level[probes]]
-    # Where the hierarchy begins elsewhere, what is a root now is at level 0, where descents begin.
+    # If the hierarchy begins elsewhere, roots move to level 0.
     begins_elsewhere = bool(orphans) or not base
     if not begins_elsewhere and "base_layers" in pack.recommended:
         recommended["base_layers"] = base
     recommended_on = [pack.find(concept) for concept in pack.recommended.get("always_on", ())]
     _, always = starting_probes(pack.tree, follows_path(pack.score_rule), layers, recommended_on)
-    always[list(orphans)] = True  # another parent, which is left out, could open it
+    always[list(orphans)] = True  # a removed parent could open it
     on = list(recommended.get("always_on", []))
     for line, probe in zip(lines, probes.tolist(), strict=True):
         line["parents"] = [parent for parent in line["parents"] if parent in ids]
@@ -453,12 +437,10 @@ def _cut(pack: ProbePack, probes: Ints, orphans: Sequence[int]) -> tuple[list[di
 
 
 def _by_new_ids(value: Any, new_ids: Mapping[str, str]) -> Any:
-    """Return `value` with concept ids renamed in what is by concept, at any depth. Elsewhere a key is no concept's,
-    even where one is called the same ("fpr").
-    """
+    """Return `value` with ids renamed below `_BY_CONCEPT` keys; other keys may look like ids ("fpr")."""
     if isinstance(value, Mapping):
         return {
-            key: {new_ids.get(concept, concept): of_it for concept, of_it in inner.items()}
+            key: {new_ids.get(concept, concept): content for concept, content in inner.items()}
             if key in _BY_CONCEPT and isinstance(inner, Mapping)
             else _by_new_ids(inner, new_ids)
             for key, inner in value.items()

@@ -1,7 +1,7 @@
-"""Files of a pack: sizes, hashes, and directories that appear whole or not at all.
+"""Sizes and hashes of pack files; atomic replacement of directories.
 
-check_size(path, stated["size"])
-replace_directory(new, target)  # at every moment there is one of the two, whole; of several writers one is the last
+check_size(path, entry["size"])
+replace_directory(new, target)
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from probemon.util.files import sha256, why_not_writable
 
 MAX_CARD_BYTES = 16 << 20
 _TAKEN = (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR)
-# since glibc 2.28
+# glibc 2.28 or later
 _rename: Any = getattr(ctypes.CDLL(None), "renameat2", None) if sys.platform.startswith("linux") else None
 _CURRENT, _EXCHANGE = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
-_OF_THE_HUB = (".gitattributes", ".cache")  # what a download to a folder leaves beside the pack
+_OF_THE_HUB = (".gitattributes", ".cache")  # left in a folder by hub downloads
 
 
 def check_size(path: Path, size: int) -> None:
-    """Raise `PackCorrupt` unless the file is there, in the pack's own folder, and has `size` bytes."""
+    """Raise `PackCorrupt` unless the file is in the pack and has `size` bytes."""
     if path.is_symlink():
         inside(path)
     if not path.is_file():
@@ -40,19 +40,19 @@ def check_size(path: Path, size: int) -> None:
 
 
 def check_stated_size(path: Path, actual: int, size: int) -> None:
-    """Raise `PackCorrupt` unless a file has the size that the manifest states."""
+    """Raise `PackCorrupt` unless the sizes match."""
     if actual != size:
         what = "truncated" if actual < size else "longer than it was"
         raise PackCorrupt(f"{path} is {what}: {actual} bytes, the manifest says {size}: fetch the pack again")
 
 
 def check_hash(path: Path, expected: str) -> None:
-    """Raise `PackCorrupt` unless the file has the hash the manifest states."""
+    """Raise `PackCorrupt` unless the file has this hash."""
     check_stated_hash(path, sha256(path), expected)
 
 
 def check_stated_hash(path: Path, digest: str, expected: str) -> None:
-    """Raise `PackCorrupt` unless a hash is the one that the manifest states."""
+    """Raise `PackCorrupt` unless the hashes match."""
     if digest != expected:
         raise PackCorrupt(
             f"{path} was changed: sha256 {digest[:12]}..., the manifest says {expected[:12]}...: fetch the pack again"
@@ -60,7 +60,7 @@ def check_stated_hash(path: Path, digest: str, expected: str) -> None:
 
 
 def check_pin(path: Path, digest: str, pin: str) -> None:
-    """Raise `PackCorrupt` unless a manifest has the hash that was asked for."""
+    """Raise `PackCorrupt` unless a manifest has the pinned hash."""
     if digest != pin.lower():
         raise PackCorrupt(
             f"{path} has sha256 {digest}, not the {pin.lower()} that was asked for: it is another version of the pack,"
@@ -69,8 +69,8 @@ def check_pin(path: Path, digest: str, pin: str) -> None:
 
 
 def check_target(path: str | Path, overwrite: bool) -> Path:
-    """Return the path, where a pack may be written to it. Raises `PackError` where nothing can be made there, where
-    something is there already, and with `overwrite` where it is more than a pack.
+    """Return the path if a pack can be written there. Raises `PackError`, also if more than a pack would be
+    overwritten.
     """
     target = check_path("path", path)
     overwrite = check_bool("overwrite", overwrite)
@@ -84,57 +84,53 @@ def check_target(path: str | Path, overwrite: bool) -> Path:
 
 
 def check_replaceable(target: Path) -> None:
-    """Raise `PackError` unless what is at `target` is an empty folder or a pack and nothing else, or is gone: what is
-    replaced is gone, and may be all that somebody has.
-    """
-    another = "choose another path, or move it away"
+    """Raise `PackError` unless `target` is missing, empty or just a pack: other files would be lost."""
+    advice = "choose another path, or move it away"
     try:
-        mode = target.lstat().st_mode  # asked once: another writer may move it away and put its own there meanwhile
+        mode = target.lstat().st_mode  # read once: other writers may replace it
     except (FileNotFoundError, NotADirectoryError):
         return
     if not stat.S_ISDIR(mode):
         raise PackError(
-            f"{target} is a {'link' if stat.S_ISLNK(mode) else 'file'}, no pack that could be overwritten: {another}"
+            f"{target} is a {'link' if stat.S_ISLNK(mode) else 'file'}, not a pack that could be overwritten: {advice}"
         )
     if Path.cwd().resolve().is_relative_to(target.resolve()):
-        raise PackError(f"{target} is the folder that this is run in: {another}")
+        raise PackError(f"{target} is the folder that this is run in: {advice}")
     try:
         whole, foreign = read_whole(target, _foreign)
-    except (FileNotFoundError, NotADirectoryError):  # another writer moved it away just now
+    except (FileNotFoundError, NotADirectoryError):  # another writer moved it
         return
     except (OSError, PackError) as error:
-        raise PackError(f"{target} is no whole pack ({error}), so it is not overwritten: {another}") from None
+        raise PackError(f"{target} is not a whole pack ({error}), so it is not overwritten: {advice}") from None
     if not whole or foreign:
         raise PackError(
-            f"{target} holds {foreign[0] if foreign else 'no pack'}, which is no part of a pack and would be lost:"
-            f" {another}"
+            f"{target} holds {foreign[0] if foreign else 'no pack'}, which is not part of a pack and would be lost:"
+            f" {advice}"
         )
 
 
 def _foreign(folder: HeldFolder) -> tuple[bool, list[str]]:
-    """Return whether a folder is empty or lists its files, and what else is in it."""
+    """Return whether a folder is a pack or empty, and other files in it."""
     names = sorted(folder.names())
     manifest = (
         parse_manifest(folder.hold(MANIFEST).read(MAX_MANIFEST_BYTES), folder.path / MANIFEST)
         if MANIFEST in names
         else {"files": {}}
     )
-    known = {MANIFEST, CARD, *manifest["files"], *_OF_THE_HUB} if manifest["files"] else set()
+    pack_files = {MANIFEST, CARD, *manifest["files"], *_OF_THE_HUB} if manifest["files"] else set()
     return bool(manifest["files"]) or not names, [
-        name for name in names if name not in known or folder.is_folder(name) != (name == ".cache")
+        name for name in names if name not in pack_files or folder.is_folder(name) != (name == ".cache")
     ]
 
 
 def replace_directory(new: Path, target: Path) -> None:
-    """Move a finished directory to its place; what was there is removed, and stays where that fails. Raises as
-    `check_replaceable`, and `OSError`.
+    """Move a finished directory to its place and remove the old one. Raises as `check_replaceable`, and `OSError`.
 
-    Where the file system can exchange two names there is no moment without a whole pack at `target`; elsewhere there is
-    a short one. Of several writers each puts its own there whole, and the last one stays.
+    Atomic if the file system can exchange names. The last of several writers stays.
     """
     while True:
         try:
-            new.rename(target)  # to a free name, or in the place of an empty folder
+            new.rename(target)  # missing, or an empty folder
             return
         except OSError as error:
             if error.errno not in _TAKEN:
@@ -147,9 +143,7 @@ def replace_directory(new: Path, target: Path) -> None:
 
 
 def _moved_aside(new: Path, target: Path) -> Path | None:
-    """Put `new` in the place of `target`; return where the older folder is now, or None where another writer came
-    between, and all is to be tried again.
-    """
+    """Put `new` in the place of `target`; return the old folder's path, or None to retry."""
     aside = target.parent / f".{target.name}-old-{secrets.token_hex(8)}"
     try:
         target.rename(aside)
@@ -158,17 +152,17 @@ def _moved_aside(new: Path, target: Path) -> Path | None:
     try:
         new.rename(target)
     except OSError as error:
-        if error.errno in _TAKEN:  # another writer's pack is there: whole, and later than what was moved aside
+        if error.errno in _TAKEN:  # another writer's newer pack is there
             shutil.rmtree(aside)
             return None
         try:
             aside.rename(target)
-        except OSError:  # the same, and what is told is the first error
+        except OSError:  # again another writer; the first error is raised
             shutil.rmtree(aside, ignore_errors=True)
         raise
     return aside
 
 
 def _exchange(one: Path, other: Path) -> bool:
-    """Exchange two names in one step; return False where this system or file system cannot, or one of them is gone."""
+    """Exchange two names atomically, if possible; return whether."""
     return _rename is not None and _rename(_CURRENT, os.fsencode(one), _CURRENT, os.fsencode(other), _EXCHANGE) == 0

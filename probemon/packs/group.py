@@ -1,13 +1,11 @@
-"""Several packs that look like one: what a manager of several packs has as its `pack`.
+"""Several packs that act as one.
 
     group = PackGroup([animals, deception])              # named by their packs
-    group = PackGroup({"a": one, "b": other})            # by names of your own, where two packs bear one name
+    group = PackGroup({"a": one, "b": other})
     group.find("animals:whale"), group.find("whale"), group.concepts[3]["id"]
-    group.numbers[1][7]                                  # the number in the group of probe 7 of the second pack
+    group.numbers[1][7]                                  # number of probe 7 of the second pack
 
-The probes of all packs are numbered together, by rank (mostly their level), within a rank by pack, within a pack in
-their order: so ties between probes of one pack fall as they do where it is alone. Every pack keeps its weights,
-thresholds, score rule and recommendations.
+Probes are numbered by rank (mostly level), pack, then their order, which keeps the order of ties.
 """
 
 from __future__ import annotations
@@ -34,20 +32,18 @@ from probemon.packs.tensors import Noted
 from probemon.util.checks import check_count
 
 _QUALIFIES = ":"
-_SHOWN = 3  # concepts of a sentence
+_SHOWN = 3  # concepts named in a sentence
 
 
 class PackGroup:
-    """Packs for one host, as one of P probes.
+    """Packs for one model, as one pack of P probes.
 
-    - `packs`: by name; `tree`: their hierarchies side by side
-    - `concepts`: ids, names and parents qualified: "pack:id"
-    - `inputs` and `sites`: each once
-    - `alert_threshold`, `expand_threshold` `[P]`; `aggregated`, `counted`: what any pack has thresholds, or
-      counts of scores, for
-    - `numbers[i]`: ascending, the numbers in the group of the probes of pack i
+    - `packs`: by name; `tree`: hierarchies side by side
+    - `concepts`: with qualified ids, names and parents: "pack:id"
+    - `aggregated`, `counted`: of any pack
+    - `numbers[i]`: ascending numbers of pack i's probes
 
-    Raises `ConfigError` where packs cannot be told apart or read hidden states of different sizes.
+    Raises `ConfigError` if names repeat or hidden sizes differ.
     """
 
     def __init__(self, packs: Sequence[ProbePack] | Mapping[str, ProbePack]) -> None:
@@ -58,13 +54,13 @@ class PackGroup:
         sizes = {name: pack.architecture.hidden_size for name, pack in self.packs.items()}
         if len(set(sizes.values())) > 1:
             raise ConfigError(
-                f"the packs read states of different sizes {sizes}: they are for different hosts, or read other sites"
-                " of one (a recurrent state beside the residual stream), so give each its manager"
+                f"the packs read states of different sizes {sizes}: they are for different models, or read other sites"
+                " of one (a recurrent state and the residual stream), so give each its own manager"
             )
         self.name = " + ".join(self.packs)
         self.hidden_size = members[0].architecture.hidden_size
         self.n_probes = sum(pack.n_probes for pack in members)
-        self.scope = SO_FAR if any(pack.scope == SO_FAR for pack in members) else HERE  # that of the widest
+        self.scope = SO_FAR if any(pack.scope == SO_FAR for pack in members) else HERE  # the wider one
         self.inputs = list(dict.fromkeys(spec for pack in members for spec in pack.inputs))
         self.sites = list(dict.fromkeys(spec.site for spec in self.inputs))
         self.aggregated = tuple(sorted({name for pack in members for name in pack.aggregated}))
@@ -76,8 +72,8 @@ class PackGroup:
         self._as_laid_out = Noted(self.alert_threshold)
         self.expand_threshold = self._laid_out([pack.expand_threshold for pack in members])
         self.concepts, bare = [], []
-        for i, own in zip(self._pack_of.tolist(), self._own.tolist(), strict=True):
-            concept, prefix = members[i].concepts[own], f"{named[i][0]}{_QUALIFIES}"
+        for i, local in zip(self._pack_of.tolist(), self._own.tolist(), strict=True):
+            concept, prefix = members[i].concepts[local], f"{named[i][0]}{_QUALIFIES}"
             self.concepts.append(
                 {
                     **concept,
@@ -91,20 +87,18 @@ class PackGroup:
         self._names = Names(self.name, self.concepts, self.path, bare)
 
     def check_thresholds(self) -> None:
-        """Raise `ConfigError` where the group's thresholds are not those of its packs, by which concepts fire."""
+        """Raise `ConfigError` if the group's thresholds are not its packs'."""
         for name in ("alert_threshold", "expand_threshold"):
-            own = self._laid_out([getattr(pack, name) for pack in self.packs.values()])
-            if not torch.equal(getattr(self, name).nan_to_num(-1.0), own.nan_to_num(-1.0)):
+            pack_thresholds = self._laid_out([getattr(pack, name) for pack in self.packs.values()])
+            if not torch.equal(getattr(self, name).nan_to_num(-1.0), pack_thresholds.nan_to_num(-1.0)):
                 raise ConfigError(
                     f"{name} of the group {self.name} was written to, or that of one of its packs since the group was"
-                    f" made, and concepts fire by its packs': write to {name} of a pack, then make the group"
+                    f" made, but the packs' own decide what fires: write to {name} of a pack, then make the group"
                 )
 
     @property
     def alert_set(self) -> str | None:
-        """The name of the set of alert thresholds that every pack has in force, or "pack: name, ..."; None where none
-        has a name, or the group's own `alert_threshold` was written to.
-        """
+        """Return the alert set in force, or "pack: name, ..."; None if unnamed or written to."""
         if self._as_laid_out.changed(self.alert_threshold):
             return None
         names = {name: pack.alert_set for name, pack in self.packs.items()}
@@ -113,32 +107,26 @@ class PackGroup:
         return ", ".join(f"{name}: {alert_set or 'its only one'}" for name, alert_set in names.items())
 
     def with_alert_set(self, name: str) -> PackGroup:
-        """Return the packs with another of their sets of alert thresholds in force. Raises `ConfigError` where one has
-        no set of this name.
-        """
-        return PackGroup({own: pack.with_alert_set(name) for own, pack in self.packs.items()})
+        """Return the group with another alert set. Raises `ConfigError`."""
+        return PackGroup({pack_name: pack.with_alert_set(name) for pack_name, pack in self.packs.items()})
 
     def find(self, concept: str | int) -> int:
-        """Return the number of a concept by qualified id or name ("pack:whale"), by the bare one where it is
-        unambiguous, or by number. Raises `UnknownConcept`.
+        """Return the number of a qualified id or name ("pack:whale"), or of an unambiguous bare one. Raises
+        `UnknownConcept`.
         """
         return self._names.find(concept)
 
     def find_all(self, concept: Wanted) -> list[int]:
-        """Return the numbers of a name, id, number, list of these, or pattern over ids and names, qualified and bare.
-        Raises `UnknownConcept`.
-        """
+        """Return the numbers of a name, id, number, list or pattern. Raises `UnknownConcept`."""
         return self._names.find_all(concept)
 
     def path(self, probe: int) -> list[str]:
-        """Return the names from the root down to the probe; the root's is qualified by the pack's."""
+        """Return the names from the qualified root to the probe."""
         root, *below = self.tree.path(check_count("probe", probe, most=self.n_probes - 1))
         return [self.concepts[root]["name"], *(self._bare_names[i] for i in below)]
 
     def thresholds_for(self, aggregator: object = None) -> Tensor:
-        """Return what `ProbePack.thresholds_for` does, NaN for the probes of packs that have none for it. Raises
-        `ConfigError` where no pack has any.
-        """
+        """Return all packs' thresholds, NaN if missing. Raises `ConfigError` if all lack them."""
         thresholds, errors = [], []
         for pack in self.packs.values():
             try:
@@ -151,12 +139,10 @@ class PackGroup:
         return self._laid_out(thresholds)
 
     def score_counts(self, aggregator: object = None) -> Tensor:
-        """Return what `ProbePack.score_counts` does, zeros for the probes of packs that have none for it. Raises
-        `ConfigError` where no pack has any.
-        """
+        """Return all packs' counts, zeros if missing. Raises `ConfigError` if all lack them."""
         name = "each" if aggregator is None else str(aggregator)
         if name not in self.counted:
-            next(iter(self.packs.values())).score_counts(aggregator)  # raises, and says how to get them
+            next(iter(self.packs.values())).score_counts(aggregator)  # raises
         counts = torch.zeros(self.n_probes, N_BINS, dtype=torch.int32, device="cpu")
         for numbers, pack in zip(self.numbers, self.packs.values(), strict=True):
             if name in pack.counted:
@@ -164,22 +150,22 @@ class PackGroup:
         return counts
 
     def split(self, probes: Sequence[int] | Ints) -> list[Ints]:
-        """Return the packs' own numbers of some probes, an array for each pack, in their order."""
+        """Return probes as each pack's own numbers."""
         numbers = np.asarray(probes, dtype=np.int64)
         return [self._own[numbers[self._pack_of[numbers] == i]] for i in range(len(self.packs))]
 
     def pack_of(self, probe: int) -> ProbePack:
-        """Return the pack that a probe of the group is of."""
+        """Return the pack of a probe."""
         return list(self.packs.values())[int(self._pack_of[probe])]
 
     def precision(self, probe: int) -> float:
-        """Return what the concept's own pack says: see `ProbePack.precision`."""
+        """Return the precision that its pack states."""
         probe = check_count("probe", probe, most=self.n_probes - 1)
-        own = int(self._own[probe])
-        return math.nan if self._as_laid_out.changed(self.alert_threshold) else self.pack_of(probe).precision(own)
+        local = int(self._own[probe])
+        return math.nan if self._as_laid_out.changed(self.alert_threshold) else self.pack_of(probe).precision(local)
 
     def weight_bytes(self) -> int:
-        """Return the bytes of all weights of all packs."""
+        """Return the bytes of all weights."""
         return sum(pack.weight_bytes() for pack in self.packs.values())
 
     def __repr__(self) -> str:
@@ -188,10 +174,10 @@ class PackGroup:
     def _repr_html_(self) -> str:
         return packs_html(f"PackGroup {self.name}", self.packs)
 
-    def _laid_out(self, own: Sequence[Tensor]) -> Tensor:
-        """Return values `[P]` of the group's probes, of those of each pack."""
+    def _laid_out(self, tensors: Sequence[Tensor]) -> Tensor:
+        """Return the packs' values in the group's order `[P]`."""
         values = torch.empty(self.n_probes, dtype=torch.float32, device="cpu")
-        for numbers, tensor in zip(self.numbers, own, strict=True):
+        for numbers, tensor in zip(self.numbers, tensors, strict=True):
             values[torch.from_numpy(numbers)] = tensor
         return values
 
@@ -200,26 +186,24 @@ AnyPack = ProbePack | PackGroup
 
 
 def stated_chat_dates(pack: AnyPack) -> list[str]:
-    """Return the days, as YYYY-MM-DD, that the chats were rendered with of which packs were made: `chat_date` of their
-    provenance, or of that of their parents. Most packs state none.
-    """
+    """Return the dates (YYYY-MM-DD) with which packs' or parents' chats were rendered (`chat_date`)."""
     members = pack.packs.values() if isinstance(pack, PackGroup) else [pack]
-    waiting, found = [member.manifest.get("provenance") or {} for member in members], set[str]()
+    waiting, dates = [member.manifest.get("provenance") or {} for member in members], set[str]()
     while waiting:
         provenance = waiting.pop()
         if provenance.get("chat_date"):
-            found.add(provenance["chat_date"])
+            dates.add(provenance["chat_date"])
         parents = provenance.get("parents") or []
         waiting += [parent.get("provenance") or {} for parent in parents if isinstance(parent, dict)]
-    return sorted(found)
+    return sorted(dates)
 
 
-PackOrName = ProbePack | str | os.PathLike[str]  # a pack, its folder, or its name on the hub
+PackOrName = ProbePack | str | os.PathLike[str]  # a pack, its folder, or its hub name
 Packs = PackOrName | PackGroup | Sequence[PackOrName] | Mapping[str, PackOrName]
 
 
 def one_or_several(packs: Packs) -> AnyPack:
-    """Return a pack, or a group, as it is; several packs as a group. Folders, and names on the hub, are opened."""
+    """Return a pack or group as it is, several packs as a group; opens names."""
     opened = _opened(packs)
     if isinstance(opened, (ProbePack, PackGroup)):
         return opened
@@ -230,19 +214,19 @@ def one_or_several(packs: Packs) -> AnyPack:
 
 
 def never_fires(pack: AnyPack) -> Ints:
-    """Return the probes whose alert threshold is 1, which no score exceeds, so that their silence says nothing."""
+    """Return the probes with alert threshold 1."""
     return np.flatnonzero(pack.alert_threshold.numpy() >= 1)
 
 
 def told_of_never(pack: AnyPack) -> str:
-    """Return a sentence on the concepts that can never fire, "" where all that have a threshold can."""
+    """Return a sentence on concepts that can never fire, or ""."""
     probes = never_fires(pack).tolist()
     if not probes:
         return ""
     shown = ", ".join(ascii(pack.concepts[probe]["name"]) for probe in probes[:_SHOWN])
-    more = f" and {len(probes) - _SHOWN:,} more" if len(probes) > _SHOWN else ""
+    rest = f" and {len(probes) - _SHOWN:,} more" if len(probes) > _SHOWN else ""
     fire = "concept never fires" if len(probes) == 1 else "concepts never fire"
-    return f"{len(probes):,} {fire} (alert threshold 1): {shown}{more}"
+    return f"{len(probes):,} {fire} (alert threshold 1): {shown}{rest}"
 
 
 def _opened(pack: Any) -> Any:
@@ -250,22 +234,20 @@ def _opened(pack: Any) -> Any:
 
 
 def open_packs(wanted: Sequence[str], alert_set: str | None = None) -> AnyPack:
-    """Open packs by folder or hub name, for the commands. One is itself; several are a group, named as their packs say,
-    or NAME in "NAME=folder". With `alert_set` that one is in force. Raises `ConfigError`, `PackError`.
-    """
+    """Open packs by folder, hub name or "NAME=folder"; several become a group. Raises `ConfigError`, `PackError`."""
     return join_packs([open_one(text, alone=len(wanted) == 1) for text in wanted], alert_set)
 
 
 def open_one(text: str, *, alone: bool, verify: bool = False) -> tuple[str, ProbePack]:
-    """Return what a pack is called among several, and the pack, of "folder" or, unless it is `alone`, "NAME=folder"."""
+    """Return name and pack of "folder" or, unless `alone`, "NAME=folder"."""
     name, equals, folder = text.partition("=")
-    is_named = equals and not alone and not Path(text).is_dir()  # a folder's own name may have one
+    is_named = equals and not alone and not Path(text).is_dir()  # a folder's name may contain one
     pack = ProbePack.from_pretrained(folder if is_named else text, verify=verify)
     return name if is_named else pack.name, pack
 
 
 def join_packs(named: Sequence[tuple[str, ProbePack]], alert_set: str | None = None) -> AnyPack:
-    """Return one pack itself, of several the group; with `alert_set` that one is in force. Raises `ConfigError`."""
+    """Return the only pack, or a group, with `alert_set` in force. Raises `ConfigError`."""
     if len(named) == 1:
         joined: AnyPack = named[0][1]
     else:
@@ -303,18 +285,16 @@ def _check_names(names: Sequence[object]) -> None:
 
 
 def _order(trees: Sequence[ConceptTree]) -> tuple[Ints, Ints]:
-    """Return, by number in the group, which pack a probe is of, and its own number. In the order in which a hierarchy
-    of all of them is numbered, then pack, then own number.
-    """
+    """Return each probe's pack and its number there."""
     pack_of = np.repeat(np.arange(len(trees)), [tree.n for tree in trees])
-    own = np.concatenate([np.arange(tree.n) for tree in trees])
-    # Stable: what comes first in the whole stays first in its rank.
+    local = np.concatenate([np.arange(tree.n) for tree in trees])
+    # Stable: keeps the order within a rank.
     order = np.argsort(np.concatenate([tree.rank for tree in trees]), kind="stable")
-    return pack_of[order], own[order]
+    return pack_of[order], local[order]
 
 
 def _union(trees: Sequence[ConceptTree], numbers: Sequence[Ints]) -> ConceptTree:
-    """Return hierarchies side by side; `numbers[i]`: where the probes of tree i are."""
+    """Return hierarchies side by side."""
     n = sum(tree.n for tree in trees)
     level = np.empty(n, dtype=np.int64)
     for tree, number in zip(trees, numbers, strict=True):

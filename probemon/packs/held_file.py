@@ -1,14 +1,13 @@
-"""Files held open: a pack is one thing from the moment it is opened, whatever becomes of the names of its files.
+"""Files held open, so that an opened pack stays the same while its folder changes.
 
-    def read(folder):                                  # is called again where somebody writes to the folder meanwhile
+    def read(folder):                                  # called again if the folder changes meanwhile
         return folder.hold("manifest.json").read(1 << 20), folder.hold("probes.safetensors", keep=True)
 
     text, file = read_whole(Path("pack"), read)
-    file.check()                                       # PackChanged where the file was written to since it was opened
+    file.check()                                       # PackChanged if the file was written to
 
-All files of a folder are opened relative to the folder's own descriptor, so that a folder that is replaced meanwhile is
-still one folder. What is read of a file is read through its descriptor, at the places that were asked for: a file that
-became shorter is an error, never a signal.
+Files are opened relative to the folder's descriptor and read through their own: a truncated file is an error, not a
+signal.
 """
 
 from __future__ import annotations
@@ -28,22 +27,18 @@ from typing import Any, TypeVar
 from probemon.errors import PackChanged, PackCorrupt, PackError
 
 _BLOCK_BYTES = 1 << 20
-# seconds before each attempt to open a folder that is being replaced
+# Seconds before each attempt to open a changing folder.
 _WAITS = (0.0, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2)
-# attempts for a folder that is not there: where two names cannot be exchanged, a pack that is replaced is absent for a
-# moment
+# Attempts for a missing folder: without an atomic exchange, a replaced pack is briefly absent.
 _ABSENT = 6
 _RELATIVE = os.open in os.supports_dir_fd and os.stat in os.supports_dir_fd  # not on Windows
 _FLAGS = os.O_RDONLY | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
-_seeking = threading.Lock()  # where files cannot be read at a place, they are read one at a time
+_seeking = threading.Lock()  # without preadv, one read at a time
 Outcome = TypeVar("Outcome")
 
 
 class HeldFile:
-    """A file that was opened. It is closed when nobody has it any more. `size` is what it had when it was opened.
-
-    `expected`: the sha256 that it is said to have, where that is known: it decides where times do not tell.
-    """
+    """An open file, closed with its last reference. `expected`: its known sha256, if any."""
 
     def __init__(self, descriptor: int, path: Path) -> None:
         self.path = path
@@ -54,12 +49,10 @@ class HeldFile:
         self.expected: str | None = None
 
     def check(self) -> None:
-        """Raise `PackChanged` where the file was written to since it was opened. Takes a microsecond or two, and once
-        as long as hashing it where it was linked, unlinked or given other permissions.
-        """
+        """Raise `PackChanged` if the file was written to. Takes microseconds, or once a hash."""
         try:
             now = os.fstat(self._descriptor)
-        except OSError as error:  # of a network's file system
+        except OSError as error:  # network file systems
             raise PackChanged(f"{self.path} can no longer be read ({error.strerror}): open the pack again") from error
         before = self.stat
         if (
@@ -68,8 +61,7 @@ class HeldFile:
             and now.st_size == before.st_size
         ):
             return
-        # Linked, unlinked (a pack that was replaced) or given to somebody; or written to, its other times put back.
-        # What is in it tells.
+        # Only links, owner or permissions changed, or a write reset the other times: the hash decides.
         only_circumstances = _contents(now) == _contents(before) and _circumstances(now) != _circumstances(before)
         if only_circumstances and (self.expected is None or self.sha256() == self.expected):
             self.stat = now
@@ -83,7 +75,7 @@ class HeldFile:
         )
 
     def read_into(self, buffer: Any, offset: int) -> None:
-        """Fill a buffer of bytes from an offset on. Raises `PackChanged` where the file ends before."""
+        """Fill a buffer from an offset. Raises `PackChanged` if the file is shorter."""
         view = memoryview(buffer).cast("B")
         while len(view):
             try:
@@ -93,9 +85,7 @@ class HeldFile:
                     else _read_at(self._descriptor, view, offset)
                 )
             except OSError as error:
-                raise PackError(
-                    f"{self.path} cannot be read ({error.strerror}): check the disk that it lies on"
-                ) from error
+                raise PackError(f"{self.path} cannot be read ({error.strerror}): check its disk") from error
             if n == 0:
                 raise PackChanged(
                     f"{self.path} ends at byte {offset:,}, it had {self.size:,} when the pack was opened: open the pack"
@@ -104,13 +94,13 @@ class HeldFile:
             view, offset = view[n:], offset + n
 
     def read_soon(self, offset: int, length: int) -> None:
-        """Tell the kernel that these bytes will be read, so that the disk looks for several places at once."""
+        """Advise the kernel to read ahead."""
         if hasattr(os, "posix_fadvise"):
-            with contextlib.suppress(OSError):  # reading says what is wrong
+            with contextlib.suppress(OSError):  # reading reports the error
                 os.posix_fadvise(self._descriptor, offset, length, os.POSIX_FADV_WILLNEED)
 
     def read(self, max_bytes: int) -> bytes:
-        """Return all of it. Raises `PackCorrupt` for a file that is longer than `max_bytes`, before it is read."""
+        """Return all bytes. Raises `PackCorrupt` for more than `max_bytes`."""
         if self.size > max_bytes:
             raise PackCorrupt(
                 f"{self.path} has {self.size:,} bytes, at most {max_bytes:,} are read: fetch the pack again"
@@ -120,7 +110,7 @@ class HeldFile:
         return bytes(data)
 
     def sha256(self) -> str:
-        """Return the hex digest of what is in the file."""
+        """Return the content's hex digest."""
         digest, block = hashlib.sha256(), bytearray(min(_BLOCK_BYTES, self.size))
         for offset in range(0, self.size, _BLOCK_BYTES):
             part = memoryview(block)[: min(_BLOCK_BYTES, self.size - offset)]
@@ -129,14 +119,12 @@ class HeldFile:
         return digest.hexdigest()
 
     def descriptor(self) -> int:
-        """Return the descriptor, for who maps the file. It belongs to this object."""
+        """Return the descriptor; this object closes it."""
         return self._descriptor
 
 
 class HeldFolder:
-    """A folder that was opened, and the files that are held in it. Leaving the block closes those that are not kept.
-    Raises `OSError` where there is none.
-    """
+    """An open folder; leaving the block closes files without `keep`. Raises `OSError`."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -158,11 +146,11 @@ class HeldFolder:
             os.close(self._descriptor)
 
     def names(self) -> list[str]:
-        """Return the names of what is in the folder."""
+        """Return the folder's entries."""
         return os.listdir(self.path if self._descriptor is None else self._descriptor)
 
     def has(self, name: str) -> bool:
-        """Return whether there is anything of that name, a broken link too."""
+        """Return whether a name exists, even as a broken link."""
         try:
             (
                 os.lstat(self._at(name))
@@ -176,16 +164,14 @@ class HeldFolder:
         return True
 
     def is_folder(self, name: str) -> bool:
-        """Return whether a folder has that name, or a link that leads to one."""
+        """Return whether a name leads to a folder."""
         try:
             return stat.S_ISDIR(os.stat(self._at(name), dir_fd=self._descriptor).st_mode)
         except FileNotFoundError:
             return False
 
     def hold(self, name: str, *, keep: bool = False) -> HeldFile:
-        """Hold a file of the folder open, beyond the block with `keep`. Raises `PackCorrupt` where it is missing or is
-        a link that leads out of the folder.
-        """
+        """Open a file. Raises `PackCorrupt` if it is missing or links out of the folder."""
         if keep:
             self._kept.add(name)
         if name not in self._held:
@@ -198,18 +184,17 @@ class HeldFolder:
         try:
             is_link = stat.S_ISLNK(os.stat(where, dir_fd=self._descriptor, follow_symlinks=False).st_mode)
             real = inside(path) if is_link else None
-            # Nobody waits for the other end of a pipe, and what became a link meanwhile is not followed.
+            # Do not block on a pipe; do not follow a link that appeared meanwhile.
             flags = _FLAGS | getattr(os, "O_NONBLOCK", 0) | (0 if is_link else getattr(os, "O_NOFOLLOW", 0))
             file = HeldFile(os.open(where, flags, dir_fd=self._descriptor), path)
             if real is not None and not os.path.samestat(file.stat, os.stat(real)):
                 raise PackChanged(
-                    f"{path} is a link that leads elsewhere than a moment ago: open the pack again when nobody writes"
-                    " to it"
+                    f"{path} is a link whose target changed a moment ago: open the pack again when nothing writes to it"
                 )
         except OSError as error:
             raise self._unreadable(name, error) from error
         if not stat.S_ISREG(file.stat.st_mode):
-            raise PackCorrupt(f"{path} is missing (what is there is no file): fetch the pack again")
+            raise PackCorrupt(f"{path} is missing (it is not a file): fetch the pack again")
         return file
 
     def _unreadable(self, name: str, error: OSError) -> PackError:
@@ -221,16 +206,14 @@ class HeldFolder:
         return self.path / name if self._descriptor is None else name
 
     def in_place(self) -> bool:
-        """Return whether its path still leads to this folder."""
+        """Return whether the path still leads here."""
         try:
             return os.path.samestat(self._stat, os.stat(self.path))
         except OSError:
             return False
 
     def unchanged(self) -> bool:
-        """Return whether the held files are those of one moment: none was written to, and none has been put in the
-        place of another. A folder that was removed as a whole may be.
-        """
+        """Return whether no held file was written to or replaced; the whole folder may be gone."""
         for name, file in self._held.items():
             try:
                 if file.close.alive:
@@ -246,10 +229,9 @@ class HeldFolder:
 
 
 def read_whole(path: Path, read: Callable[[HeldFolder], Outcome]) -> Outcome:
-    """Return what `read` makes of a folder in which nobody writes meanwhile. Where somebody does, it is read anew, a
-    few times; then `PackChanged` is raised.
+    """Return `read(folder)` of an unchanged folder, after some retries.
 
-    Raises what `read` raises of a folder that stays as it is, and `OSError` where there is no folder.
+    Raises `PackChanged` if it keeps changing, errors of `read`, and `OSError` without a folder.
     """
     for attempt, seconds in enumerate(_WAITS):
         time.sleep(seconds)
@@ -268,18 +250,16 @@ def read_whole(path: Path, read: Callable[[HeldFolder], Outcome]) -> Outcome:
                 continue
             if folder.unchanged():
                 return outcome
-    raise PackChanged(f"{path} is written to again and again while it is opened: open it when nobody writes to it")
+    raise PackChanged(f"{path} is written to again and again while it is opened: open it when nothing writes to it")
 
 
 def inside(path: Path) -> Path:
-    """Return where a link of a pack leads. Raises `PackCorrupt` where that is out of its folder: whoever made the pack
-    would have another's file read, and copied on.
-
-    In the hub's cache a snapshot's files are links to the blobs beside it, and these are the pack's own.
+    """Return the target of a pack's link, which may be in the hub cache's blobs. Raises `PackCorrupt` outside: a
+    pack must not expose other files.
     """
     real, folder = Path(os.path.realpath(path)), Path(os.path.realpath(path.parent))
-    own = [folder, *([folder.parent.parent / "blobs"] if folder.parent.name == "snapshots" else [])]
-    if not any(real.is_relative_to(place) for place in own):
+    roots = [folder, *([folder.parent.parent / "blobs"] if folder.parent.name == "snapshots" else [])]
+    if not any(real.is_relative_to(place) for place in roots):
         raise PackCorrupt(
             f"{path} is a link that leads out of the pack: copy the pack with the files that it links to (cp -rL), if"
             " you trust it"
@@ -292,7 +272,7 @@ def _contents(status: os.stat_result) -> tuple[int, ...]:
 
 
 def _circumstances(status: os.stat_result) -> tuple[int, ...]:
-    """Return what changes `ctime` without a byte being written."""
+    """Return what changes `ctime` without a write."""
     return status.st_mode, status.st_nlink, status.st_uid, status.st_gid
 
 

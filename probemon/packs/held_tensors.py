@@ -1,14 +1,11 @@
-"""Tensors of a safetensors file that is held open: read when they are asked for, all of them in memory where they are
-few bytes, mapped where they are many.
+"""Tensors of an open safetensors file: small files are read, large ones mapped.
 
-    tensors = HeldTensors(file, sha256=stated)
-    tensors.described["w1"]              # a tensor without values: its shape and dtype
-    level = tensors.read("level")        # a copy in memory
-    weights = tensors.all()  # in memory, and then what becomes of the file is nothing to them; or mapped, read-only
-    tensors.check()                      # PackChanged where they are in a file, and somebody wrote to it
+    tensors = HeldTensors(file, sha256=digest)
+    tensors.described["w1"]              # shape and dtype, on meta
+    level = tensors.read("level")        # a copy
+    weights = tensors.all()              # in memory, or mapped read-only
 
-The header is read here and not by safetensors, which maps the file for it: a file that becomes shorter meanwhile would
-end the process.
+The header is not parsed by safetensors, which maps the file: a truncation would end the process.
 """
 
 from __future__ import annotations
@@ -31,17 +28,14 @@ from probemon.errors import PackChanged, PackCorrupt, PackError
 from probemon.packs.held_file import HeldFile
 from probemon.util.strict_json import loads
 
-# A file of so many bytes is read in a thirtieth of a second and hashed in a tenth, and is little beside any host model.
-# A larger one is mapped: processes share it, and only what is used of it is read.
+# At most this is read and hashed, in about 0.1 s. Larger files are mapped: shared, and read as used.
 IN_MEMORY_BYTES = 64 << 20
-MAX_HEADER_BYTES = 4 << 20  # a pack's has a few thousand
+MAX_HEADER_BYTES = 4 << 20  # packs have a few thousand bytes
 _MAX_DIMS, _MAX_SIZE = 8, 1 << 31
 
 
 class HeldTensors:
-    """Tensors by name, in the order in which they lie in the file. `sha256`: what the file's must be, looked at where
-    all of it is read. Raises `PackCorrupt`.
-    """
+    """Tensors by name, in file order. `sha256`: checked when all is read. Raises `PackCorrupt`."""
 
     def __init__(self, file: HeldFile, *, sha256: str | None = None) -> None:
         self.file = file
@@ -52,16 +46,14 @@ class HeldTensors:
         self._all: dict[str, Tensor] | None = None
 
     def read(self, name: str) -> Tensor:
-        """Return one tensor, in memory of its own."""
+        """Return a copy of a tensor."""
         return self.read_rows([name], None, None)[name]
 
     def read_rows(self, names: Iterable[str], first: int | None, stop: int | None) -> dict[str, Tensor]:
-        """Return rows of some tensors, in memory of their own: as they were when the file was opened. Raises
-        `PackChanged`.
-        """
-        held = self._all
-        if held is not None and self.in_memory:
-            return {name: held[name][first:stop].clone() for name in names}
+        """Return copies of rows of tensors. Raises `PackChanged`."""
+        tensors = self._all
+        if tensors is not None and self.in_memory:
+            return {name: tensors[name][first:stop].clone() for name in names}
         self.file.check()
         copies = {}
         for name in names:
@@ -70,12 +62,12 @@ class HeldTensors:
             raw = np.empty((end - begin) * _row_bytes(like), dtype=np.uint8)
             self.file.read_into(raw, self._offsets[name] + begin * _row_bytes(like))
             copies[name] = _as_tensor(raw, like.dtype, (end - begin, *like.shape[1:]))
-        # what was read was there before anybody wrote: the time of a write is set before its bytes are
+        # a write updates the time before the bytes, so this read was clean
         self.file.check()
         return copies
 
     def read_soon(self, names: Iterable[str], runs: Iterable[tuple[int, int]]) -> None:
-        """Tell the kernel of rows that will be read, each run from its first to before its last."""
+        """Advise the kernel to read ahead rows `first..stop - 1`."""
         large = [name for name in names if _row_bytes(self.described[name]) >= mmap.PAGESIZE]
         for first, stop in runs:
             for name in large:
@@ -83,9 +75,7 @@ class HeldTensors:
                 self.file.read_soon(self._offsets[name] + first * row_bytes, (stop - first) * row_bytes)
 
     def all(self) -> dict[str, Tensor]:
-        """Return every tensor, the same each time. Raises `PackChanged`, and `PackCorrupt` where what is read into
-        memory is not what the manifest says.
-        """
+        """Return every tensor. Raises `PackChanged`, and `PackCorrupt` for a wrong hash."""
         with self._lock:
             if self._all is None:
                 self._all = self._read_all() if self.in_memory else self._mapped()
@@ -94,7 +84,7 @@ class HeldTensors:
             return self._all
 
     def check(self) -> None:
-        """Raise `PackChanged` where tensors are in a file that somebody wrote to since it was opened."""
+        """Raise `PackChanged` if the file is still used and was written to."""
         if self._all is None or not self.in_memory:
             self.file.check()
 
@@ -118,7 +108,7 @@ class HeldTensors:
     def _mapped(self) -> dict[str, Tensor]:
         self.file.check()
         try:
-            # Read-only: a private writable mapping, which torch makes, is read two hundred times more slowly.
+            # Read-only: torch's private writable mapping is 200 times slower to read.
             raw = np.frombuffer(
                 mmap.mmap(self.file.descriptor(), self.file.size, access=mmap.ACCESS_READ), dtype=np.uint8
             )
@@ -161,9 +151,7 @@ def _as_tensor(raw: np.ndarray, dtype: torch.dtype, shape: tuple[int, ...]) -> T
 
 
 def _layout(file: HeldFile) -> tuple[dict[str, int], dict[str, Tensor]]:
-    """Return where each tensor begins in the file, and tensors without values that have its shape and dtype. As in
-    safetensors, they follow one another without a gap.
-    """
+    """Return the tensors' offsets and meta tensors. As in safetensors, there are no gaps."""
     begin_of_data, entries = _entries(file)
     offsets, described, at = {}, {}, 0
     for begin, end, name, kind, shape in sorted(entries):
@@ -192,9 +180,7 @@ def _layout(file: HeldFile) -> tuple[dict[str, int], dict[str, Tensor]]:
 
 
 def _entries(file: HeldFile) -> tuple[int, list[tuple[int, int, str, str, tuple[int, ...]]]]:
-    """Return where the data begin in the file, and of each tensor, relative to that, begin and end, its name, its dtype
-    and its shape. Raises `PackCorrupt`.
-    """
+    """Return the data's offset, and of each tensor begin, end, name, dtype and shape. Raises `PackCorrupt`."""
     try:
         if file.size < 8:
             raise ValueError("it has no header")
@@ -207,17 +193,17 @@ def _entries(file: HeldFile) -> tuple[int, list[tuple[int, int, str, str, tuple[
         file.read_into(text, 8)
         header = loads(text.decode())
         if not isinstance(header, dict):
-            raise ValueError("its header is no object")
+            raise ValueError("its header is not an object")
         metadata = header.pop("__metadata__", None)
         if metadata is not None and not (
             isinstance(metadata, dict) and all(isinstance(value, str) for value in metadata.values())
         ):
-            raise ValueError("its metadata are no texts by name")
+            raise ValueError("its metadata are not texts by name")
         entries = []
         for name, entry in header.items():
             shape, (begin, end) = entry["shape"], entry["data_offsets"]
             if not all(type(number) is int and 0 <= number < 1 << 63 for number in (*shape, begin, end)):
-                raise ValueError(f"shape or offsets of {name!r:.80} are no whole numbers")
+                raise ValueError(f"shape or offsets of {name!r:.80} are not whole numbers")
             entries.append((begin, end, str(name), str(entry["dtype"]), tuple(shape)))
     except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
         if isinstance(error, PackError):

@@ -1,13 +1,10 @@
-"""A hierarchy for a pack that has none, or another one: given, or proposed from the weights.
+"""Puts a pack under a given hierarchy, or one proposed from the weights.
 
     # or {"whale": ["mammal"], "mammal": ["animal"]}
     pack, placement = with_hierarchy(flat, {"animal": {"mammal": {"whale": {}}}}, "tree/")
-    proposal = propose(flat)
-    print(proposal)  # what an exact cascade over it would evaluate
-    pack = proposal.write("tree/")                                                         # where it saves anything
+    pack = propose(flat).write("tree/")
 
-What is proposed are groups of linear probes of like direction, each under a *bounding probe*: a linear probe whose
-logit is never under that of any member (`probemon.packs.bounding_probes`).
+A proposal groups linear probes of similar direction under a bounding probe (`probemon.packs.bounding_probes`).
 """
 
 from __future__ import annotations
@@ -32,18 +29,17 @@ from probemon.packs.pack import ProbePack, check_pack
 from probemon.packs.writer import PackWriter
 from probemon.util.checks import check_share
 
-_STATES = 256  # random ones, for a pack without golden states
-Place = tuple[str, ...]  # the names from the top of a tree to one of it; where it states parents, the name alone
-_OF_ITS_HIERARCHY = ("load_threshold", "base_layers", "max_rounds")  # settings that mean nothing under another one
+_STATES = 256  # random states, without golden ones
+Place = tuple[str, ...]  # names from the top of a tree, or one name
+_OF_ITS_HIERARCHY = ("load_threshold", "base_layers", "max_rounds")  # settings of the former hierarchy
 
 
 @dataclass(frozen=True)
 class Placement:
-    """What `with_hierarchy` made of a tree.
+    """The outcome of `with_hierarchy`.
 
-    - `n_placed`: concepts under others; `n_roots`: those that are not
-    - `groups`: names of the tree without a probe, whose children went to what is above them
-    - `unnamed`: ids of the pack that the tree does not name, which are roots
+    - `groups`: names without a probe; their children moved up
+    - `unnamed`: ids missing in the tree, which are roots
     """
 
     n_placed: int
@@ -52,7 +48,7 @@ class Placement:
     unnamed: list[str]
 
     def __str__(self) -> str:
-        lines = [f"{self.n_placed} concepts lie under others, {self.n_roots} are roots"]
+        lines = [f"{self.n_placed} concepts are under others, {self.n_roots} are roots"]
         if self.groups:
             lines.append(
                 f"{len(self.groups)} names have no probe, and what is under them went to what is above:"
@@ -66,25 +62,24 @@ class Placement:
 def with_hierarchy(
     pack: ProbePack, tree: Mapping[str, Any], path: str | Path, *, name: str | None = None, overwrite: bool = False
 ) -> tuple[ProbePack, Placement]:
-    """Write the same probes under a hierarchy; return the pack and what was made of the tree. Concepts go by id or
-    unambiguous name.
+    """Write the same probes under a hierarchy of ids or unambiguous names.
 
-    `tree`: objects within objects (`{"animal": {"whale": {}}}`), or parents by concept (`{"whale": "animal"}`, lists
-    for several). Scores stay the same, so only a pack of independent scores can be given one: by the path rule they
-    would change. Expand thresholds of another hierarchy are cleared. Raises `PackError`, also for
-    a pack with bounding probes, `HierarchyError` for a cycle, `UnknownConcept` for a name that several concepts bear.
+    `tree`: nested objects (`{"animal": {"whale": {}}}`), or parents by concept (`{"whale": "animal"}`, or lists)
+
+    Clears expand thresholds. Raises `PackError` for the path rule and for bounding probes, `HierarchyError` for a
+    cycle, `UnknownConcept` for an ambiguous name.
     """
     check_target(path, overwrite)
     pack = check_pack(pack)
     if follows_path(pack.score_rule):
         raise PackError(
-            f"{pack.name} scores by the path rule: under other parents its scores, and so its thresholds, would be"
-            " others. Train it for the hierarchy"
+            f"{pack.name} scores by the path rule: under other parents its scores, and so its thresholds, would change."
+            " Train it for the hierarchy"
         )
     if pack.bounding:
         raise PackError(
-            f"{pack.name} has bounding probes ({pack.concepts[pack.bounding[0]]['id']!r}), which score over what lies"
-            " below them and over nothing else: give the pack that they were put above"
+            f"{pack.name} has bounding probes ({pack.concepts[pack.bounding[0]]['id']!r}), which only bound the scores"
+            " of the concepts below them: give the pack that they were made for"
         )
     above = _places(tree)
     labels = list(dict.fromkeys(place[-1] for place in [*above, *(one for places in above.values() for one in places)]))
@@ -117,12 +112,9 @@ def with_hierarchy(
 
 
 def _places(tree: Mapping[str, Any]) -> dict[Place, list[Place]]:
-    """Return the places above each place of a tree, of either form. Raises `PackError` for anything else.
-
-    In objects within objects each place is its own, whatever stands elsewhere by the same name.
-    """
+    """Return the places above each place. Raises `PackError`. In nested objects, equal names are separate places."""
     if not isinstance(tree, Mapping) or not tree:
-        raise PackError("the hierarchy is empty or no object: give names within names, or parents by name")
+        raise PackError("the hierarchy is empty or not an object: give names within names, or parents by name")
     nested = all(isinstance(value, Mapping) for value in tree.values())
     above: dict[Place, list[Place]] = {}
     waiting: deque[tuple[Place, Mapping[str, Any]]] = deque([((), tree)])
@@ -133,7 +125,7 @@ def _places(tree: Mapping[str, Any]) -> dict[Place, list[Place]]:
                 if not isinstance(value, Mapping):
                     raise PackError(
                         f"{label!r} holds {value!r}: in a hierarchy of objects within objects, give an object for each"
-                        " name, {} where nothing is below"
+                        " name, {} if nothing is below"
                     )
                 waiting.append(((*parent, label), value))
                 above[*parent, label] = [parent] if parent else []
@@ -146,8 +138,8 @@ def _places(tree: Mapping[str, Any]) -> dict[Place, list[Place]]:
 
 
 def _probes_of(pack: ProbePack, labels: list[str]) -> dict[str, int]:
-    """Return the probes of those labels that name one. Raises `UnknownConcept` for a label that names several, and
-    `PackError` for two that name one probe.
+    """Return the labels' probes. Raises `UnknownConcept` for an ambiguous label, `PackError` for two labels of one
+    probe.
     """
     probes: dict[str, int] = {}
     for label in labels:
@@ -164,24 +156,24 @@ def _probes_of(pack: ProbePack, labels: list[str]) -> dict[str, int]:
 
 
 def _nearest(above: Mapping[Place, list[Place]], probes: Mapping[str, int]) -> dict[str, list[str]]:
-    """Return the nearest names above each name that has a probe, which have one, too."""
+    """Return each label's nearest ancestors with a probe."""
     nearest: dict[str, list[str]] = {label: [] for label in probes}
     for start in above:
         if start[-1] not in probes:
             continue
-        found, passed, waiting = nearest[start[-1]], {start}, deque(above[start])
+        parents, visited, waiting = nearest[start[-1]], {start}, deque(above[start])
         while waiting:
             place = waiting.popleft()
             if place[-1] in probes:
-                found += [place[-1]] if place[-1] not in found else []
-            elif place not in passed:
-                passed.add(place)
+                parents += [place[-1]] if place[-1] not in parents else []
+            elif place not in visited:
+                visited.add(place)
                 waiting += above.get(place, [])
     return nearest
 
 
 def _lines_under(pack: ProbePack, parent_ids: Mapping[int, list[str]]) -> list[dict[str, Any]]:
-    """Return the lines of a pack's concepts, without levels, under other parents by probe."""
+    """Return concept lines under other parents."""
     return [
         {key: value for key, value in concept.items() if key != "level"} | {"parents": parent_ids.get(probe, [])}
         for probe, concept in enumerate(concepts_of(pack))
@@ -189,17 +181,17 @@ def _lines_under(pack: ProbePack, parent_ids: Mapping[int, list[str]]) -> list[d
 
 
 def _recommended_without_hierarchy(pack: ProbePack) -> dict[str, Any]:
-    kept = {key: value for key, value in pack.recommended.items() if key not in _OF_ITS_HIERARCHY}
-    return {**kept, **always_on(pack)}
+    settings = {key: value for key, value in pack.recommended.items() if key not in _OF_ITS_HIERARCHY}
+    return {**settings, **always_on(pack)}
 
 
 @dataclass(frozen=True)
 class Proposal:
     """Groups that save work.
 
-    - `n_tried`: groups looked at
-    - `share`: of the flat pack's evaluations, how many the cascade makes on the states kept aside
-    - `n_states`, `states` ("golden" or "random"): those the groups were chosen on and those kept aside, half each
+    - `n_tried`: candidate groups
+    - `share`: evaluations relative to the flat pack, on held-out states
+    - `states`: "golden" or "random"
     """
 
     pack: ProbePack
@@ -226,10 +218,7 @@ class Proposal:
         )
 
     def write(self, path: str | Path, *, name: str | None = None, overwrite: bool = False) -> ProbePack:
-        """Write the pack with the bounding probes above the groups. They never fire: their alert threshold is 1.
-
-        Raises `PackError` where there are no groups.
-        """
+        """Write the pack with the bounding probes, which never fire. Raises `PackError` without groups."""
         if not self.groups:
             raise PackError(f"{self}; nothing is written")
         pack, n, name = self.pack, len(self.groups), name or f"{self.pack.name}-grouped"
@@ -250,11 +239,11 @@ class Proposal:
             "input_index": torch.cat(
                 [torch.tensor([group.input for group in self.groups], device="cpu"), pack.input_index]
             ),
-            "softmax_group": None,  # such packs are not proposed for
+            "softmax_group": None,  # not proposed with softmax groups
             "alert_threshold": torch.cat([ones, pack.alert_threshold]),
             "expand_threshold": torch.cat([thresholds, torch.full_like(pack.expand_threshold, math.nan)]),
             **{
-                kind: {key: torch.cat([ones, own]) for key, own in spec[kind].items()}
+                kind: {key: torch.cat([ones, values]) for key, values in spec[kind].items()}
                 for kind in ("aggregated", "alert_sets")
             },
             "score_counts": {
@@ -265,7 +254,7 @@ class Proposal:
                 **_recommended_without_hierarchy(pack),
                 "load_threshold": "calibrated",
                 "keep_top_k": 0,
-                "max_loaded_probes": room,  # for all: a state may open every group
+                "max_loaded_probes": room,  # a state may open every group
             },
             "provenance": made_by("propose", [pack], method=str(self), share=self.share),
         }
@@ -280,7 +269,7 @@ class Proposal:
         return ProbePack.of(writer.opened)
 
     def _concepts(self) -> list[dict[str, Any]]:
-        """Return the concepts of the bounding probes, each named by the first member of its group."""
+        """Return the bounding probes' concepts."""
         firsts, prefix = [self.pack.concepts[int(group.members[0])] for group in self.groups], "group:"
         while {prefix + first["id"] for first in firsts} & {concept["id"] for concept in self.pack.concepts}:
             prefix += "group:"
@@ -296,11 +285,11 @@ class Proposal:
 
 
 def propose(pack: ProbePack, *, threshold: float | None = None) -> Proposal:
-    """Return groups of the pack's probes under bounding probes, where they save work.
+    """Return groups of probes under bounding probes that save work.
 
-    `threshold`: the alert threshold of probes that have none; without it these stay where they are, at every token. For
-    flat packs of linear probes in a float dtype that read normalised states, of which alone a bound is known. Raises
-    `PackError` for others.
+    `threshold`: for probes without an alert threshold
+
+    Raises `PackError` unless the pack is flat, linear, float and reads normalised states: else there is no bound.
     """
     if threshold is not None:
         threshold = check_share(
@@ -321,7 +310,7 @@ def propose(pack: ProbePack, *, threshold: float | None = None) -> Proposal:
         )
     if all(spec.norm == "none" for spec in pack.inputs):
         raise PackError(
-            f"{pack.name} reads states that are not normalised, so that no bound holds for them: give its hierarchy as"
+            f"{pack.name} reads states that are not normalised, so there is no bound for them: give its hierarchy as"
             " a file"
         )
     alert = pack.lowest_alert.clone()
@@ -335,18 +324,16 @@ def propose(pack: ProbePack, *, threshold: float | None = None) -> Proposal:
     hidden, kind = _states(pack)
     groups, share, n_tried = list[Group](), 1.0, 0
     for factor in (0.25, 0.5, 1.0, 2.0):
-        tried = group_probes(pack, alert, factor)
-        n_tried += len(tried)
-        paying, cost = _paying(pack, tried, hidden)
+        candidates = group_probes(pack, alert, factor)
+        n_tried += len(candidates)
+        paying, cost = _paying(pack, candidates, hidden)
         if cost < share:
             groups, share = paying, cost
     return Proposal(pack, groups, n_tried, share, len(hidden), kind)
 
 
 def _paying(pack: ProbePack, groups: list[Group], hidden: Tensor) -> tuple[list[Group], float]:
-    """Return the groups that save work on every other state, and on those between the share of the flat pack's
-    evaluations that a cascade over them makes.
-    """
+    """Return the groups that save work on even states, and the share of evaluations on odd ones."""
     opened = opened_groups(pack, groups, hidden)
     sizes = [len(group.members) for group in groups]
     paying = [i for i, size in enumerate(sizes) if opened[::2, i].mean() * size + 1 < size]

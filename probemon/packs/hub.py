@@ -1,19 +1,14 @@
-"""Packs on the Hugging Face hub: fetched with every byte checked, saved with a card that the hub can read, pushed in
-one commit.
+"""Packs on the Hugging Face hub: fetched with every byte checked, saved with hub metadata, pushed in one commit.
 
-    pack = ProbePack.from_pretrained("org/name")  # main as it is now, from the hub or its cache
     pack = ProbePack.from_pretrained("org/name", revision=commit, manifest_sha256=digest)
     pack.save_pretrained("mine/")
     pushed = pack.push_to_hub("org/name")
-    pushed.commit, pushed.manifest_sha256                                          # what others pin
+    pushed.commit, pushed.manifest_sha256                                          # for others to pin
 
-What is checked. The manifest states size and sha256 of the other files, so whoever knows the manifest's own sha256 can
-check every byte: that is `manifest_sha256`, and it trusts nobody. A commit as `revision` names one version for good,
-but that the hub serves that version is taken on trust: git's tree is not hashed here, and signatures of commits are not
-looked at. A publisher who signs, signs the manifest, or a text with its sha256.
+The manifest has size and sha256 of all other files, so `manifest_sha256` pins every byte. A `revision` trusts the hub:
+git trees and signatures are not checked. To sign a pack, sign its manifest.
 
-A download is hashed before it is used, once; one that is pinned by `manifest_sha256`, each time. Only the files of a
-pack are fetched, and only if the hub offers them in the sizes that the manifest states.
+Downloads are hashed once, pinned ones each time.
 """
 
 from __future__ import annotations
@@ -47,10 +42,10 @@ if TYPE_CHECKING:
 Pack = TypeVar("Pack", bound=OpenedPack)
 _LIBRARY = "probemon"
 _TAGS = ("probemon", "concept-probes", "interpretability")
-# beside the cache's snapshots: a file a commit, with the sha256 of the manifest that its files were found to fit
+# next to the cache's snapshots: one file per commit, with the sha256 of its accepted manifest
 _ACCEPTED = ".probemon"
-# Of the licences that the hub knows by id (https://huggingface.co/docs/hub/repositories-licenses), those a pack is
-# likely to bear: it refuses unknown ids.
+# The hub's licence ids (https://huggingface.co/docs/hub/repositories-licenses) that packs are likely to have; it
+# refuses others.
 _LICENCES = {
     "afl-3.0", "agpl-3.0", "apache-2.0", "artistic-2.0", "bsd-2-clause", "bsd-3-clause", "bsl-1.0", "cc-by-3.0",
     "cc-by-4.0", "cc-by-nc-4.0",
@@ -63,7 +58,7 @@ _LICENCES = {
 
 @dataclass(frozen=True)
 class Pushed:
-    """What a push made: `url` and hash of the `commit`, what others pin, and the url of the `pull_request`, if any."""
+    """The outcome of a push, with the url of the `pull_request`, if any."""
 
     url: str
     commit: str
@@ -81,9 +76,7 @@ def find(
     manifest_sha256: str | None = None,
     endpoint: str | None = None,
 ) -> Path:
-    """Return the folder of a pack: `repo` itself where it is one, to be checked when it is opened, else a checked
-    snapshot of it in the hub's cache. See `ProbePack.from_pretrained`.
-    """
+    """Return a pack's folder: `repo` itself, or a checked snapshot in the cache."""
     if manifest_sha256 is not None and not re.fullmatch("[0-9a-fA-F]{64}", manifest_sha256):
         raise ConfigError(f"manifest_sha256 is {manifest_sha256!r}: give all 64 hex digits of the sha256 of {MANIFEST}")
     if not os.path.isdir(repo):
@@ -104,7 +97,7 @@ def find(
 
 
 def _check_set(pack: OpenedPack) -> None:
-    """Raise `ConfigError` where other thresholds are in force than the files, which are copied, recommend."""
+    """Raise `ConfigError` if what is in force is not what the files have."""
     if pack.rewritten:
         raise ConfigError(
             f"thresholds or weights of {pack.name} were written to since it was opened, and its files, which are"
@@ -120,7 +113,7 @@ def _check_set(pack: OpenedPack) -> None:
 
 
 def save(pack: Pack, folder: str | Path, *, overwrite: bool = False) -> Pack:
-    """Copy a pack, with metadata for the hub in its card. See `ProbePack.save_pretrained`."""
+    """Copy a pack: see `ProbePack.save_pretrained`."""
     target = check_target(folder, overwrite)
     _check_set(pack)
     manifest, card = _for_hub(pack)
@@ -159,7 +152,7 @@ def push(
     token: str | bool | None = None,
     endpoint: str | None = None,
 ) -> Pushed:
-    """Push a pack in one commit, with metadata in its card. See `ProbePack.push_to_hub`."""
+    """Push a pack: see `ProbePack.push_to_hub`."""
     from huggingface_hub import CommitOperationAdd
 
     _check_set(pack)
@@ -177,7 +170,7 @@ def push(
             api.create_branch(repo, branch=revision, exist_ok=True)
         added = [CommitOperationAdd(name, content) for name, content in contents.items()]
         for file in added:
-            if file.path_in_repo in (CONCEPTS, PROBES):  # what will be sent must have these hashes
+            if file.path_in_repo in (CONCEPTS, PROBES):  # hashes of what is sent
                 _check_copied(pack, file.path_in_repo, file.upload_info.sha256.hex())
         commit = api.create_commit(
             repo,
@@ -190,9 +183,7 @@ def push(
 
 
 def _fetch(repo: str, revision: str | None, pin: str | None, how: dict[str, Any]) -> Path:
-    """Fetch the manifest, then what it lists, of the same commit; return the folder. What does not fit is not left in
-    the cache, so that it is fetched anew.
-    """
+    """Fetch manifest and files of one commit; return the folder. Wrong files leave the cache."""
     folder = _snapshot(repo, revision, [MANIFEST], how)
     if not (folder / MANIFEST).is_file():
         raise PackError(
@@ -208,7 +199,7 @@ def _fetch(repo: str, revision: str | None, pin: str | None, how: dict[str, Any]
         others = sorted(set(files) - {CONCEPTS, PROBES, CARD})
         if others:
             raise PackCorrupt(
-                f"{repo!r}: {MANIFEST} lists {others[0]!r}, which is no file of a pack: ask its publisher"
+                f"{repo!r}: {MANIFEST} lists {others[0]!r}, which is not a file of a pack: ask its publisher"
             )
         missing = [file for file in files if not (folder / file).is_file()]
         if missing:
@@ -216,15 +207,15 @@ def _fetch(repo: str, revision: str | None, pin: str | None, how: dict[str, Any]
                 _check_offered(repo, folder.name, {file: files[file]["size"] for file in missing}, how)
             _snapshot(repo, folder.name, missing, how)
         if missing or pin is not None or not accepted:
-            for suspect, stated in files.items():
-                _check_file(folder / suspect, stated)
+            for suspect, entry in files.items():
+                _check_file(folder / suspect, entry)
     except PackError:
-        # An accepted manifest is right, and a pin may be wrong.
+        # An accepted manifest is right: the pin may be wrong.
         for file in {suspect} - {MANIFEST} if accepted else {suspect, MANIFEST}:
             _forget(folder / file)
         raise
     if not accepted:
-        with suppress(OSError):  # a cache that cannot be written is hashed each time
+        with suppress(OSError):  # else hashed each time
             write_text_atomically(_accepted(folder), digest)
     return folder
 
@@ -246,13 +237,13 @@ def _snapshot(repo: str, revision: str | None, files: list[str], how: dict[str, 
 
 
 def _check_offered(repo: str, commit: str, sizes: dict[str, int], how: dict[str, Any]) -> None:
-    """Raise `PackCorrupt` unless the hub has these files in the sizes that the manifest states."""
+    """Raise `PackCorrupt` unless the hub has these files in these sizes."""
     with _hub_errors(repo, commit):
         paths = _api(how["token"], how["endpoint"]).get_paths_info(repo, list(sizes), revision=commit)
-    offered = {path.path: getattr(path, "size", None) for path in paths}  # a folder has none
+    hub_sizes = {path.path: getattr(path, "size", None) for path in paths}  # folders have no size
     for file, size in sizes.items():
-        if offered.get(file) != size:
-            has = f"{offered[file]} bytes of {file}" if file in offered else f"no {file}"
+        if hub_sizes.get(file) != size:
+            has = f"{hub_sizes[file]} bytes of {file}" if file in hub_sizes else f"no {file}"
             raise PackCorrupt(
                 f"{repo!r} at {commit[:12]} has {has}, its manifest says {size}: nothing of it was fetched; ask its"
                 " publisher"
@@ -260,7 +251,7 @@ def _check_offered(repo: str, commit: str, sizes: dict[str, int], how: dict[str,
 
 
 def _listed(folder: Path) -> dict[str, Any]:
-    """Return the files that a manifest lists, with `size` and `sha256`."""
+    """Return a manifest's files."""
     try:
         listed: dict[str, Any] = read_manifest(folder / MANIFEST)["files"]
     except ProbemonError:
@@ -272,15 +263,15 @@ def _listed(folder: Path) -> dict[str, Any]:
     return listed
 
 
-def _check_file(path: Path, stated: dict[str, Any]) -> None:
-    packfile.check_size(path, stated["size"])
-    packfile.check_hash(path, stated["sha256"])
+def _check_file(path: Path, entry: dict[str, Any]) -> None:
+    packfile.check_size(path, entry["size"])
+    packfile.check_hash(path, entry["sha256"])
 
 
 def _check_copied(pack: OpenedPack, file: str, digest: str) -> None:
-    """Raise `PackChanged` where what is passed on is not what was opened: the pack was replaced meanwhile."""
+    """Raise `PackChanged` if a file is not the one that was opened."""
     if digest != pack.manifest["files"][file]["sha256"]:
-        raise PackChanged(f"{pack.directory / file} is another one than when the pack was opened: open the pack again")
+        raise PackChanged(f"{pack.directory / file} has changed since the pack was opened: open the pack again")
 
 
 def _accepted(folder: Path) -> Path:
@@ -288,7 +279,7 @@ def _accepted(folder: Path) -> Path:
 
 
 def _forget(path: Path) -> None:
-    """Take a file out of the cache: the entry of the snapshot, and the blob that it leads to."""
+    """Remove a file and its blob from the cache."""
     with suppress(OSError):
         blob = path.parent / path.readlink() if path.is_symlink() else path
         path.unlink(missing_ok=True)
@@ -300,28 +291,24 @@ def _sha256(data: bytes) -> str:
 
 
 def _for_hub(pack: OpenedPack) -> tuple[bytes, bytes]:
-    """Return manifest and card with metadata, as bytes; the manifest states the card's size and hash. Raises
-    `PackCorrupt`: a damaged pack is not passed on.
-    """
+    """Return manifest and card as bytes. Raises `PackCorrupt` for a damaged pack."""
     card = _card(pack)
     files = {file: pack.manifest["files"][file] for file in (CONCEPTS, PROBES)}
-    for file, stated in files.items():
-        _check_file(pack.directory / file, stated)
+    for file, entry in files.items():
+        _check_file(pack.directory / file, entry)
     manifest = {**pack.manifest, "files": {**files, CARD: {"sha256": _sha256(card), "size": len(card)}}}
     try:
         return (json.dumps(manifest, ensure_ascii=False, indent=1) + "\n").encode(), card
     except ValueError as error:
         raise PackError(
-            f"{pack.directory / MANIFEST} holds what UTF-8 cannot say ({first_sentence(error)}): write the pack anew"
-            " without it"
+            f"{pack.directory / MANIFEST} holds text that UTF-8 cannot encode ({first_sentence(error)}): write the pack"
+            " again without it"
         ) from error
 
 
 def _card(pack: OpenedPack) -> bytes:
-    """Return the pack's card, begun by metadata; what its author put there stays. Raises `PackError` for metadata that
-    is no YAML.
-    """
-    import yaml  # huggingface_hub's own
+    """Return the card with metadata; raise `PackError` for invalid YAML."""
+    import yaml  # a dependency of huggingface_hub
     from huggingface_hub import ModelCard
     from huggingface_hub.repocard import REGEX_YAML_BLOCK
     from huggingface_hub.utils import validate_repo_id
@@ -331,7 +318,7 @@ def _card(pack: OpenedPack) -> bytes:
         text = f"# {pack.name}\n" if pack.card is None else pack.card.decode()
         block = REGEX_YAML_BLOCK.search(text)
         if block is not None and any(isinstance(token, yaml.AliasToken) for token in yaml.scan(block.group(2))):
-            raise ValueError("its metadata refers to itself, and what refers to itself often enough has no end")
+            raise ValueError("its metadata refers to itself, which can expand without end")
         card = ModelCard(text if text.lstrip().startswith("---") else f"---\n\n---\n\n{text}")
         data: Any = card.data
         data.library_name = data.library_name or _LIBRARY
@@ -344,13 +331,13 @@ def _card(pack: OpenedPack) -> bytes:
                 "other",
                 re.sub("[^a-z0-9.]+", "-", licence.lower()).strip("-.")[:64].rstrip("-.") or "other",
             )
-        host = pack.manifest["host"].get("model_id")
-        if data.base_model is None and isinstance(host, str) and "/" in host:
-            with suppress(ValueError):  # a folder, say
-                validate_repo_id(host)
-                data.base_model = host
+        model_id = pack.manifest["host"].get("model_id")
+        if data.base_model is None and isinstance(model_id, str) and "/" in model_id:
+            with suppress(ValueError):  # not a hub name
+                validate_repo_id(model_id)
+                data.base_model = model_id
         return str(card).encode()
-    except Exception as error:  # whatever YAML an author wrote
+    except Exception as error:  # any YAML error
         raise PackError(
             f"{path} cannot be given metadata ({first_sentence(error)}): begin it with a heading, or with metadata in"
             " YAML between two lines of ---"
@@ -365,7 +352,7 @@ def _api(token: str | bool | None, endpoint: str | None) -> HfApi:
 
 @contextmanager
 def _hub_errors(repo: str, revision: str | None) -> Iterator[None]:
-    """Raise what a hub, a proxy or the net breaks in the block as one error that names the repository."""
+    """Turn errors of the hub or the network into a `PackError`."""
     try:
         yield
     except ProbemonError:
@@ -375,11 +362,11 @@ def _hub_errors(repo: str, revision: str | None) -> Iterator[None]:
 
 
 def _explanation(repo: str, revision: str | None, error: Exception) -> str:
-    """Say what went wrong with the hub, and what to do."""
+    """Return what went wrong and what to do."""
     from huggingface_hub import constants, errors
 
     if isinstance(error, RuntimeError) and isinstance(error.__cause__, Exception):
-        error = error.__cause__  # an upload in a thread says which file; its cause says why
+        error = error.__cause__  # an upload thread's error names the file, its cause the reason
     log_in = "log in by `hf auth login`, set HF_TOKEN, or pass token="
     status = getattr(getattr(error, "response", None), "status_code", None)
     if isinstance(error, errors.HFValidationError):
@@ -414,6 +401,6 @@ def _explanation(repo: str, revision: str | None, error: Exception) -> str:
     if problem := hub_cache_problem(error):
         return f"{repo!r} cannot be fetched: {problem}"
     return (
-        f"the hub does not do what was asked with {repo!r} ({type(error).__name__}: {first_sentence(error)}): check the"
+        f"the hub failed for {repo!r} ({type(error).__name__}: {first_sentence(error)}): check the"
         " connection, and try again"
     )

@@ -1,11 +1,9 @@
-"""Which folder the name of a pack means: one that is here, or that of a pack that comes with probemon.
+"""Finds the folder of a pack by name.
 
 find_folder("probes/mine")        # itself
-find_folder("demo")               # the default pack's, from any folder; so does its bare name
+find_folder("demo")               # the bundled default pack
 find_folder("org/name")           # None: ask the hub
 find_folder("probes/mien")        # PackError: no such folder; did you mean 'probes/mine'?
-
-The repository has one copy of each pack, in `probes/`. `setup.py` puts the default one into wheels.
 """
 
 from __future__ import annotations
@@ -19,22 +17,22 @@ from probemon.util.checks import shown
 from probemon.util.near_folders import folders_with, is_path, near_folders
 
 DEFAULT = "wordnet-smollm2-135m"
-DEMO = "demo"  # the default pack by the name of the model that it was made for
+DEMO = "demo"  # alias of the default pack
 _PACKAGE = Path(__file__).parents[1]
 
 
 def shipped_packs() -> dict[str, Path]:
-    """Return the folders of the packs that come with probemon, by name: one in a wheel, all in a checkout."""
-    above = _PACKAGE / "probes"  # of a wheel
+    """Return the folders of bundled packs by name: one in a wheel, all in a checkout."""
+    above = _PACKAGE / "probes"  # in a wheel
     if not above.is_dir():
         above = _PACKAGE.parent / "probes"
-        if not (_PACKAGE.parent / "setup.py").is_file():  # no checkout, but somebody else's folder
+        if not (_PACKAGE.parent / "setup.py").is_file():  # not a checkout
             return {}
     return {name: above / name for name in folders_with(above, CONCEPTS)}
 
 
 def find_folder(name: str | os.PathLike[str]) -> Path | None:
-    """Return the folder of a pack, None for a name that only the hub can have. Raises `PackError`."""
+    """Return a pack's folder, None for a hub name. Raises `PackError`."""
     if not isinstance(name, str | os.PathLike):
         raise PackError(f"the pack is {shown(name)}: give a folder, a name on the hub such as 'org/name', or 'demo'")
     name = os.fspath(name)
@@ -61,7 +59,7 @@ def find_folder(name: str | os.PathLike[str]) -> Path | None:
 
 
 def is_pack(name: str) -> bool:
-    """Whether a name is that of a folder with a pack in it, or of a pack that comes with probemon."""
+    """True if a name is a pack's folder or a bundled pack."""
     folder = Path(name)
     if not folder.is_dir():
         return name in shipped_packs()
@@ -69,6 +67,6 @@ def is_pack(name: str) -> bool:
 
 
 def hint(name: str) -> str:
-    """Return which packs have a name like this one, as the end of a message; "" where none has."""
+    """Return "; did you mean ...?" for similar names, or ""."""
     near = near_folders(name, CONCEPTS, shipped_packs())
     return f"; did you mean {' or '.join(map(repr, near))}?" if near else ""

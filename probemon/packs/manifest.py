@@ -1,7 +1,6 @@
-"""The manifest of a pack, read and checked, and what the files of a pack are called.
+"""Reads and checks the manifest.
 
-manifest = read_manifest(directory / "manifest.json")      # raises PackError, PackVersionError, PackCorrupt
-manifest = parse_manifest(data, path)                      # of bytes that were read already; the path is for errors
+manifest = read_manifest(directory / "manifest.json")      # PackError, PackVersionError, PackCorrupt
 """
 
 from __future__ import annotations
@@ -20,32 +19,31 @@ from probemon.util.strict_json import loads
 
 MANIFEST, CONCEPTS, PROBES, CARD = "manifest.json", "concepts.jsonl", "probes.safetensors", "README.md"
 FORMAT = "probemon-pack"
-# The second is the first with softmax groups, which a reader of the first would score as if each stood alone.
+# 2 added softmax groups, which readers of 1 would score wrongly.
 FORMAT_VERSION, GROUPED_VERSION = FORMAT_VERSIONS = (1, 2)
-# What a score says of a token: that the concept is there, or that it was there or at a token before.
+# A score means: the concept is at this token, or at this or an earlier one.
 HERE, SO_FAR = SCOPES = ("here", "so far")
-# What a terminal acts on: control characters, and overrides of the direction of writing, by which a name looks like
-# another. And halves of surrogate pairs, which cannot be written.
+# Characters on which a terminal acts, and lone surrogates, which cannot be written.
 CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
-# What is read at most. JSON may take sixty times its size while it is read, the concepts line by line.
+# JSON may take sixty times its size; concepts are parsed by line.
 MAX_MANIFEST_BYTES, MAX_CONCEPTS_BYTES = 64 << 20, 256 << 20
 _STATES = "ssm_state."
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
-    """Return the manifest, every part of the right kind. Raises `PackError`, `PackVersionError`, `PackCorrupt`."""
+    """Return the checked manifest. Raises `PackError`, `PackVersionError`, `PackCorrupt`."""
     return parse_manifest(read_bounded(path, MAX_MANIFEST_BYTES), path)
 
 
 def parse_manifest(data: bytes, path: Path) -> dict[str, Any]:
-    """Return the manifest that the bytes `data` are, as `read_manifest` does; `path` is for errors."""
+    """Return the checked manifest of `data`."""
     try:
         manifest = loads(data.decode())
-    except (RecursionError, ValueError) as error:  # another encoding, endless brackets, a number of thousands of digits
+    except (RecursionError, ValueError) as error:  # encoding, endless brackets, numbers of thousands of digits
         raise PackCorrupt(f"{path} is not valid JSON ({error}): fetch the pack again") from None
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
-        stated = manifest.get("format") if isinstance(manifest, dict) else type(manifest).__name__
-        raise PackError(f"{path}: format is {stated!r:.80}, expected {FORMAT!r}: this is not a probe pack")
+        actual_format = manifest.get("format") if isinstance(manifest, dict) else type(manifest).__name__
+        raise PackError(f"{path}: format is {actual_format!r:.80}, expected {FORMAT!r}: this is not a probe pack")
     version = manifest.get("format_version")
     if type(version) is not int or version not in FORMAT_VERSIONS:  # 1.0 and true equal 1
         raise PackVersionError(
@@ -56,7 +54,7 @@ def parse_manifest(data: bytes, path: Path) -> dict[str, Any]:
     try:
         check_claims(manifest)
     except ValueError as error:
-        raise PackCorrupt(f"{path}: {error}: fetch the pack again, or mend its manifest") from None
+        raise PackCorrupt(f"{path}: {error}: fetch the pack again, or fix its manifest") from None
     for spec in manifest["inputs"]:
         if not isinstance(spec, dict) or set(spec) - {"site", "norm", "eps"} or spec.get("norm", "none") not in NORMS:
             raise PackError(f"{path}: input {spec!r:.200}: expected site, norm ({', '.join(NORMS)}) and eps")
@@ -86,7 +84,7 @@ def _check_kinds(manifest: dict[str, Any], path: Path) -> None:
 
 
 def check_scope(scope: str, sites: Iterable[str], where: str, error: type[PackError]) -> None:
-    """Raise `error` where probes of a recurrent state are said to tell of one token alone."""
+    """Raise `error` if probes of a recurrent state claim to score one token alone."""
     state = next((site for site in sites if site.startswith(_STATES)), None)
     if state is not None and scope != SO_FAR:
         raise error(
@@ -96,16 +94,16 @@ def check_scope(scope: str, sites: Iterable[str], where: str, error: type[PackEr
 
 
 def scope_of(sites: Iterable[str]) -> str:
-    """Return the scope of probes of these sites that do not say it."""
+    """Return the default scope for these sites."""
     return SO_FAR if any(site.startswith(_STATES) for site in sites) else HERE
 
 
 def _check_files(files: dict[str, Any], path: Path) -> None:
-    for file, stated in files.items():
+    for file, entry in files.items():
         if Path(file).name != file:
-            raise PackCorrupt(f"{path}: file {file!r:.200} lies outside the pack")
-        size = stated.get("size") if isinstance(stated, dict) else None
-        if not isinstance(stated, dict) or not isinstance(stated.get("sha256"), str) or type(size) is not int:
+            raise PackCorrupt(f"{path}: file {file!r:.200} is outside the pack")
+        size = entry.get("size") if isinstance(entry, dict) else None
+        if not isinstance(entry, dict) or not isinstance(entry.get("sha256"), str) or type(size) is not int:
             raise PackCorrupt(f"{path}: {file!r:.200} has no sha256 and size: fetch the pack again")
         if not 0 <= size < 1 << 63:
             raise PackCorrupt(
@@ -114,19 +112,19 @@ def _check_files(files: dict[str, Any], path: Path) -> None:
 
 
 def check_recommended(recommended: Mapping[str, Any], where: str) -> None:
-    """Raise `ConfigError` (`UnknownSetting` for a typo) where what a pack recommends would be refused as settings."""
+    """Raise `ConfigError` (`UnknownSetting` for a typo) if recommended settings are invalid."""
     try:
         CascadeConfig.of(recommended)
         for name in recommended:
             if name in ("include", "exclude", "depth"):
-                raise ConfigError(f"what is left out is for whoever watches to say, and no pack's to recommend: {name}")
+                raise ConfigError(f"a pack cannot recommend {name}: set it when you watch")
     except (ConfigError, ArithmeticError, TypeError) as error:
         kind = type(error) if isinstance(error, ConfigError) else ConfigError
-        raise kind(f"{where}: what the pack recommends is refused as a setting, too: {str(error)[:300]}") from error
+        raise kind(f"{where}: the pack's recommended settings are not valid: {str(error)[:300]}") from error
 
 
 def read_bounded(path: Path, max_bytes: int) -> bytes:
-    """A file's bytes. Raises `PackCorrupt` for one that is longer, before it is read."""
+    """Return a file's bytes. Raises `PackCorrupt` for more than `max_bytes`."""
     size = path.stat().st_size
     if size > max_bytes:
         raise PackCorrupt(f"{path} has {size:,} bytes, at most {max_bytes:,} are read: fetch the pack again")

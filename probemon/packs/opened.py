@@ -1,11 +1,10 @@
-"""Open a pack, verify it, ask it: everything but writing one, which `ProbePack` adds.
+"""Opens, verifies and queries packs; `ProbePack` adds writing.
 
-    pack = OpenedPack.open("packs/mine")       # milliseconds; weights are not read until used
-    pack = OpenedPack.open(path, verify=True)                   # hashes, every weight, and the golden scores
+    pack = OpenedPack.open("packs/mine")       # weights are read on use
+    pack = OpenedPack.open(path, verify=True)                   # checks hashes, weights and golden scores
     pack.concepts[3]["name"], pack.path(17), pack.find("whale")
 
-What becomes of the files of an opened pack does not change what it scores: `PackChanged` says where its weights can no
-longer be read as they were.
+Changes to its files never change an opened pack's scores: reading them then raises `PackChanged`.
 """
 
 from __future__ import annotations
@@ -78,25 +77,22 @@ MAX_REPLAY_ERROR = 1e-5
 
 
 class OpenedPack:
-    """A pack that was opened, read-only: make one with `open`. `ProbePack` is one that can also be written and pushed.
+    """A read-only pack; make one with `open`.
 
-    - `manifest`: dict; `card`: bytes, or None where there is none
-    - `concepts`: a dict for each probe; of many probes each line is read when it is asked for
-    - `tree`: ConceptTree
-    - `scope`: what a score says: "here", the concept is at the token, or "so far", at it or at one before
-    - `weights`: stacked tensors by parameter, read when first asked for: into memory, or mapped where they are many
-    - `inputs`: list of InputSpec; `input_index [P]` int64: which of them each probe reads
-    - `softmax_group [P]` int64: the softmax group of each probe, -1 for none; `tree.groups` has their members
-    - `alert_threshold`, `expand_threshold` `[P]` fp32, NaN where not calibrated
-    - `aggregated`: names, as `str()` gives them, of the aggregators with alert thresholds of their own
-      (`thresholds_for`)
-    - `counted`: names of the aggregators whose running scores were counted on calibration text (`score_counts`)
-    - `alert_set`: the name of the set that `alert_threshold` is, or None, also where it was written to (`edited`);
-      `alert_sets`: the names of all there are (`with_alert_set`)
-    - `familiar`: for each input a `Familiar` of the states that the pack was calibrated on, or None
-    - `golden_hidden [G, S, D]`, `golden_scores [G, P]`, or None; `golden_error`: found by `verify`
-    - `input_limit [P]` fp64: the largest value of an input with which no sum of the probe can overflow fp32, NaN until
-      its weights are looked at; `lowest_input_limit` of those that were
+    - `manifest`: dict; `card`: bytes or None
+    - `concepts`: a dict per probe; `tree`: ConceptTree
+    - `scope`: a score's concept is "here", at the token, or "so far", also at earlier ones
+    - `weights`: stacked tensors by parameter, read or mapped on first use
+    - `inputs`: InputSpecs; `input_index [P]` int64: each probe's
+    - `softmax_group [P]` int64: -1 for none
+    - `alert_threshold`, `expand_threshold` `[P]` fp32, NaN if not calibrated
+    - `aggregated`: aggregators with alert thresholds (`thresholds_for`)
+    - `counted`: aggregators with score counts (`score_counts`)
+    - `alert_set`: name of the thresholds in force, None if unnamed or `edited`; `alert_sets`: all names
+    - `familiar`: a `Familiar` per input, or None
+    - `golden_hidden [G, S, D]`, `golden_scores [G, P]`, or None; `golden_error`: from `verify`
+    - `input_limit [P]` fp64: the largest input that cannot overflow fp32 sums, NaN until weights are checked;
+      `lowest_input_limit`: the minimum
     """
 
     def __init__(
@@ -136,7 +132,7 @@ class OpenedPack:
         self.input_index = vectors["input"]
         self.alert_threshold, self.expand_threshold = vectors["alert_threshold"], vectors["expand_threshold"]
         self.aggregated = aggregator_names(described, self.n_probes, where)
-        # They belong to the set that the pack recommends: `with_alert_set` leaves them out with another one.
+        # Only for the recommended alert set: `with_alert_set` removes them.
         self._aggregated = self._recommended_aggregated = {
             name: tensors.read(AGGREGATED + name) for name in self.aggregated
         }
@@ -161,7 +157,7 @@ class OpenedPack:
         check_golden(described, len(self.sites), self.n_probes, self.architecture.hidden_size, where)
         check_recommended(self.recommended, f"{directory / MANIFEST}")
         concepts.fit(self.tree)
-        # Not the pack's own method: a pack in a circle would hold its file for long.
+        # Not a method: a reference cycle would keep the file open.
         self._names = Names(self.name, concepts, partial(_path, self.tree, concepts))
 
     def _check_vectors(self, where: str) -> None:
@@ -198,7 +194,7 @@ class OpenedPack:
             )
 
     def _check_manifest(self, where: str) -> None:
-        """Raise `PackCorrupt` where the manifest says another thing of the weights than they are."""
+        """Raise `PackCorrupt` if the manifest contradicts the weights."""
         for name, value in {"architecture": self.architecture.as_dict(), "dtype": name_of(self.dtype)}.items():
             if self.manifest.get(name, value) != value:
                 raise PackCorrupt(
@@ -213,26 +209,27 @@ class OpenedPack:
                 f" {version}: packs with softmax groups are of version {GROUPED_VERSION}, and no others are. Fetch the"
                 " pack again"
             )
-        stated, hidden_size = self.manifest["host"].get("hidden_size"), self.architecture.hidden_size
-        # What probes of a recurrent layer read is as wide as that layer has it.
-        if stated not in (None, hidden_size) and not all(map(is_recurrent, self.sites)):
-            raise PackCorrupt(f"{where}: w1 reads {hidden_size} values, the manifest says hidden_size {stated}")
+        manifest_size, hidden_size = self.manifest["host"].get("hidden_size"), self.architecture.hidden_size
+        # Recurrent layers have their own width.
+        if manifest_size not in (None, hidden_size) and not all(map(is_recurrent, self.sites)):
+            raise PackCorrupt(f"{where}: w1 reads {hidden_size} values, the manifest says hidden_size {manifest_size}")
 
     # -- opening ---------------------------------------------------------------------------------
 
     @classmethod
     def open(cls, path: str | Path, *, verify: bool = False) -> Self:
-        """Open the pack in a directory, checking structure, sizes and hierarchy.
+        """Open the pack in a directory; checks structure, sizes and hierarchy.
 
-        `verify=True` also hashes every file, checks every weight and replays the golden scores. A pack that is replaced
-        meanwhile is one of the two, whole. Raises `PackError` (or `PackVersionError`, `PackCorrupt`, `PackChanged`,
-        `HierarchyError`) naming the file, `ConfigError` where what the pack recommends is no setting.
+        `verify`: also hash files, check weights and replay golden scores
+
+        Raises `PackError` (`PackVersionError`, `PackCorrupt`, `PackChanged`), `HierarchyError`, and `ConfigError` for
+        recommended settings.
         """
         return cls._open(check_path("path", path), check_bool("verify", verify))
 
     @classmethod
     def _open(cls, directory: Path, verify: bool, *, hashed: bool = False, pin: str | None = None) -> Self:
-        """Open a pack. `hashed`: hash every file, as `verify` does. `pin`: the sha256 that the manifest must have."""
+        """`hashed`: hash every file; `pin`: the manifest's required sha256"""
         try:
             pack = read_whole(directory, lambda folder: cls._read(folder, verify or hashed, pin))
             if verify:
@@ -245,7 +242,7 @@ class OpenedPack:
         except PermissionError as error:
             raise PackError(f"{directory} cannot be read ({error.strerror}): check its permissions") from error
         except (ArithmeticError, AttributeError, LookupError, OSError, RecursionError, TypeError, ValueError) as error:
-            # What a forged file can hold is endless; whatever it breaks is one error that names the pack.
+            # Forged files fail in many ways: report one error that names the pack.
             first = first_sentence(error, 200)
             raise PackCorrupt(
                 f"{directory} is malformed ({type(error).__name__}: {first}): fetch the pack again"
@@ -256,38 +253,36 @@ class OpenedPack:
         directory = folder.path
         if not folder.has(MANIFEST):
             raise PackError(f"{directory} holds no {MANIFEST}: it is not a probe pack")
-        # All at once, so that a folder that is replaced while the texts are read is still there, whole.
-        held = {
+        # All at once, so that a replaced folder is still read whole.
+        held_files = {
             name: folder.hold(name, keep=name == PROBES)
             for name in (MANIFEST, CONCEPTS, PROBES, CARD)
             if folder.has(name)
         }
-        data = held[MANIFEST].read(MAX_MANIFEST_BYTES)
+        data = held_files[MANIFEST].read(MAX_MANIFEST_BYTES)
         if pin is not None:
             packfile.check_pin(directory / MANIFEST, sha256(data).hexdigest(), pin)
         manifest = parse_manifest(data, directory / MANIFEST)
         for needed in (CONCEPTS, PROBES):
             if needed not in manifest["files"]:
                 raise PackCorrupt(f"{directory / MANIFEST} lists no {needed}: fetch the pack again")
-        for name, stated in manifest["files"].items():
+        for name, entry in manifest["files"].items():
             file = folder.hold(name)
-            packfile.check_stated_size(file.path, file.size, stated["size"])
+            packfile.check_stated_size(file.path, file.size, entry["size"])
             if hashed:
-                packfile.check_stated_hash(file.path, file.sha256(), stated["sha256"])
-        card = held[CARD].read(packfile.MAX_CARD_BYTES) if CARD in held else None
-        data = held[CONCEPTS].read(MAX_CONCEPTS_BYTES)
+                packfile.check_stated_hash(file.path, file.sha256(), entry["sha256"])
+        card = held_files[CARD].read(packfile.MAX_CARD_BYTES) if CARD in held_files else None
+        data = held_files[CONCEPTS].read(MAX_CONCEPTS_BYTES)
         concepts = ConceptLines(data, directory / CONCEPTS)
         files = manifest["files"]
         packfile.check_stated_hash(directory / CONCEPTS, sha256(data).hexdigest(), files[CONCEPTS]["sha256"])
-        return cls(directory, manifest, concepts, HeldTensors(held[PROBES], sha256=files[PROBES]["sha256"]), card)
+        return cls(directory, manifest, concepts, HeldTensors(held_files[PROBES], sha256=files[PROBES]["sha256"]), card)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        return self  # it is read-only
+        return self  # read-only
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Unpickled, a pack is opened again from its directory, which must hold the same one. Raises `ConfigError`
-        where thresholds or weights were written to, which the directory does not have.
-        """
+        """Pickle the directory, to be opened again. Raises `ConfigError` if `rewritten`."""
         if self.rewritten:
             raise ConfigError(
                 f"thresholds or weights of {self.name} were written to since it was opened, and it is pickled as how to"
@@ -299,9 +294,7 @@ class OpenedPack:
 
     @property
     def weights(self) -> dict[str, Tensor]:
-        """Stacked tensors by parameter. Raises `PackChanged` where their file was written to since the pack was opened,
-        and `PackCorrupt` where it is not the manifest's.
-        """
+        """Return stacked tensors by parameter. Raises `PackChanged`, and `PackCorrupt` for a wrong hash."""
         if not self._weights:
             tensors = self._tensors.all()
             self._weights = {name: tensors[name] for name in self._parameters}
@@ -311,17 +304,17 @@ class OpenedPack:
 
     @property
     def golden_hidden(self) -> Tensor | None:
-        """Golden states, read when asked for. Raises as `weights`."""
+        """Return the golden states. Raises as `weights`."""
         return self._tensors.all().get("golden_hidden")
 
     @property
     def golden_scores(self) -> Tensor | None:
-        """The scores of the golden states."""
+        """Return their scores."""
         return self._tensors.all().get("golden_scores")
 
     @cached_property
     def drift_reference(self) -> DriftReference | None:
-        """What requests were like where the pack was calibrated, read when asked for; None where it does not say."""
+        """Return the drift reference, or None."""
         if not self._holds_drift:
             return None
         ids = [concept["id"] for concept in self.concepts]
@@ -329,31 +322,31 @@ class OpenedPack:
 
     @property
     def in_memory(self) -> bool:
-        """Whether weights, once asked for, lie in memory of their own, where nobody can change them, or are mapped."""
+        """True if weights are not mapped."""
         return self._tensors.in_memory
 
     def check_unchanged(self) -> None:
-        """Raise `PackChanged` where weights are in a file that was written to since. Takes a microsecond or two."""
+        """Raise `PackChanged` if mapped weights were written to. Fast."""
         self._tensors.check()
 
     def set_directory(self, directory: Path) -> None:
-        """Say where the pack's folder, which was renamed, lies now. Its files are held."""
+        """Set the folder's new path after a rename."""
         self.directory = directory
         self._tensors.file.path = directory / PROBES
 
     def read_rows(self, first: int, stop: int) -> dict[str, Tensor]:
-        """Return copies of the weights of the probes `first..stop - 1`. Raises `PackChanged`."""
+        """Return copies of the weights of probes `first..stop - 1`. Raises `PackChanged`."""
         if self._weights and self.in_memory:
             return {name: tensor[first:stop].clone() for name, tensor in self._weights.items()}
         return self._tensors.read_rows(self._parameters, first, stop)
 
     def read_soon(self, runs: Sequence[tuple[int, int]]) -> None:
-        """Have the disk look for weights of several runs of probes at once, before `read_rows` asks for one by one."""
+        """Start reading runs of probes ahead of `read_rows`."""
         if not self.in_memory:
             self._tensors.read_soon(self._parameters, runs)
 
     def blocks(self, probes: np.ndarray | None = None) -> Iterator[tuple[int, dict[str, Tensor]]]:
-        """Yield where each block of `probes` (all) begins, and copies of their weights. Raises `PackChanged`."""
+        """Yield `(start, weights)` of blocks of `probes` (None: all). Raises `PackChanged`."""
         wanted = torch.from_numpy(np.arange(self.n_probes) if probes is None else probes)
         size = max(1, _BLOCK_BYTES // max(1, self.weight_bytes() // self.n_probes))
         for start in range(0, len(wanted), size):
@@ -362,15 +355,15 @@ class OpenedPack:
             yield start, block
 
     def weight_bytes(self) -> int:
-        """Return the bytes of all stacked weights."""
+        """Return the bytes of all weights."""
         return sum(tensor.numel() * tensor.element_size() for tensor in self._parameters.values())
 
     # -- verifying -------------------------------------------------------------------------------
 
     def verify(self) -> float | None:
-        """Check every weight and replay the golden states; return the largest score error, None without golden states.
+        """Check all weights and replay golden states; return the largest score error, or None.
 
-        Raises `PackCorrupt` where a replayed score is more than 1e-5 from the recorded one.
+        Raises `PackCorrupt` for an error over 1e-5.
         """
         self.concepts.check()
         self.check_finite()
@@ -391,37 +384,33 @@ class OpenedPack:
         return worst
 
     def check_finite(self, probes: np.ndarray | None = None) -> None:
-        """Look at the weights of `probes` (all): raise `PackCorrupt` naming the first that has one that is NaN or
-        infinite, and put the `input_limit` of the rest in its place (see `input_limits`).
-        """
+        """Raise `PackCorrupt` if weights of `probes` (None: all) are not finite; set `input_limit`."""
         wanted = np.arange(self.n_probes) if probes is None else np.unique(probes)
         weights = self.weights
         largest, at = {name: np.empty(len(wanted)) for name in weights}, 0
-        # In bounded pieces: absolute values are a copy.
+        # In pieces: absolute values are a copy.
         most = max(1, _FINITE_BYTES // max(1, *(4 * math.prod(tensor.shape[1:]) for tensor in weights.values())))
-        # Neighbours are looked at where they lie; of small probes a copy costs less than a call for each run of them.
+        # Slices of neighbours; for small probes a copy is cheaper than a call per run.
         small = self.weight_bytes() < _SMALL_BYTES * self.n_probes
         ends = np.zeros(0, dtype=np.int64) if small else np.flatnonzero(np.diff(wanted) != 1) + 1
         for run in np.split(wanted, ends) if len(wanted) else []:
             for piece in (run[start : start + most] for start in range(0, len(run), most)):
                 first, stop = int(piece[0]), int(piece[-1]) + 1
-                of = slice(first, stop) if stop - first == len(piece) else torch.from_numpy(piece)
+                rows = slice(first, stop) if stop - first == len(piece) else torch.from_numpy(piece)
                 self.check_unchanged()
                 for name, tensor in weights.items():
-                    largest[name][at : at + len(piece)] = largest_magnitudes(tensor[of])
+                    largest[name][at : at + len(piece)] = largest_magnitudes(tensor[rows])
                 at += len(piece)
         self.check_unchanged()
         self._limit(wanted, largest)
 
     def check_rows(self, rows: Mapping[str, Tensor], first: int) -> None:
-        """Check stacked weights of neighbours as `check_finite` does, the first of them the probe `first`."""
+        """Do so for stacked weights from probe `first` on."""
         largest = {name: largest_magnitudes(tensor) for name, tensor in rows.items()}
         self._limit(np.arange(first, first + len(largest["w1"])), largest)
 
     def _limit(self, probes: np.ndarray, largest: Mapping[str, np.ndarray]) -> None:
-        """Put the input limits of probes in their place, by the largest weight of each in every tensor `[n]`. Raises
-        `PackCorrupt` where one is not finite.
-        """
+        """Set input limits from largest weights `[n]`. Raises `PackCorrupt`."""
         for name, values in largest.items():
             finite = np.isfinite(values)
             if not finite.all():
@@ -434,60 +423,56 @@ class OpenedPack:
         self.input_limit[probes] = limits
         self.lowest_input_limit = min(self.lowest_input_limit, float(limits.min(initial=math.inf)))
 
-    # -- asking ----------------------------------------------------------------------------------
+    # -- queries ---------------------------------------------------------------------------------
 
     @property
     def softmax_group(self) -> Tensor:
-        """The number of each probe's softmax group `[P]` int64, -1 for one that stands alone."""
+        """Return softmax groups `[P]` int64, -1 for none."""
         return torch.from_numpy(self.tree.groups.of)
 
     @cached_property
     def sites(self) -> list[str]:
-        """Distinct sites in the order of the inputs: the second axis of `golden_hidden`."""
+        """Return the distinct sites."""
         return list(dict.fromkeys(spec.site for spec in self.inputs))
 
     def find(self, concept: str | int) -> int:
-        """Return the probe of a concept given by id, unambiguous name, or number. Raises `UnknownConcept`."""
+        """Return the probe of an id, unambiguous name, or number. Raises `UnknownConcept`."""
         return self._names.find(concept)
 
     def find_all(self, concept: Wanted) -> list[int]:
-        """Return the probes of a name, id, number, list of these, or pattern over both. Raises `UnknownConcept`."""
+        """Return the probes of a name, id, number, list or pattern. Raises `UnknownConcept`."""
         return self._names.find_all(concept)
 
     def path(self, probe: int) -> list[str]:
-        """Return the names from the root down to the probe."""
+        """Return the names from the root to the probe."""
         return _path(self.tree, self.concepts, check_count("probe", probe, most=self.n_probes - 1))
 
     def thresholds_for(self, aggregator: object = None) -> Tensor:
-        """Return the alert thresholds `[P]` fp32 of an aggregator's running scores, NaN where not calibrated; without
-        one, those of each token's own score.
+        """Return an aggregator's alert thresholds `[P]` fp32, NaN if not calibrated. Raises `ConfigError` if there are
+        none.
 
-        `aggregator`: one of `core.aggregate`, or its name as `str()` gives it. Raises `ConfigError` where the pack
-        has none for it.
+        `aggregator`: of `core.aggregate`, or its name; None: each token's score
         """
         name = "each" if aggregator is None else str(aggregator)
         if name == "each":
             return self.alert_threshold
         if name not in self._aggregated:
-            known = ", ".join(["single tokens", *self.aggregated])
+            names = ", ".join(["single tokens", *self.aggregated])
             calibrate = "" if name.startswith(("z:", "rank:")) else " or calibrate the pack for it"
             raise ConfigError(
-                f"the alert thresholds of {self.name} are for {known}, not for {name}: give above={calibrate}"
+                f"the alert thresholds of {self.name} are for {names}, not for {name}: give above={calibrate}"
             )
         return self._aggregated[name]
 
     @property
     def lowest_alert(self) -> Tensor:
-        """The lowest score `[P]` fp32 over which anything lists a concept: at a token, or as the highest of a sentence.
-        NaN where there is a threshold for neither.
-        """
+        """Return the lower alert threshold `[P]` fp32 of tokens and of maxima over sentences."""
         return lowest_alert(self.alert_threshold, self._aggregated)
 
     def score_counts(self, aggregator: object = None) -> Tensor:
-        """Return how often the running scores of an aggregator were how high on calibration text, `[P, 128]` int32, by
-        the bins of `core.score_counts`; without one, the tokens' own. Zeros where a concept was not counted.
+        """Return histograms of calibration scores `[P, 128]` int32 (bins: `core.score_counts`).
 
-        Raises `ConfigError` where the pack has none for it, `PackCorrupt` where they are none.
+        Raises `ConfigError` if there are none, `PackCorrupt` if they are negative.
         """
         name = "each" if aggregator is None else str(aggregator)
         if name not in self.counted:
@@ -506,9 +491,7 @@ class OpenedPack:
 
     @property
     def edited(self) -> bool:
-        """Whether the alert thresholds in force, those of running scores among them, were written to since the pack was
-        opened: then they are of no set, and nobody knows how often what fires is right.
-        """
+        """True if alert thresholds in force were written to; their precision is then unknown."""
         return self._written_to(self._alert_set, self.alert_threshold, self._aggregated)
 
     def _written_to(self, alert_set: str | None, alert: Tensor, aggregated: Mapping[str, Tensor]) -> bool:
@@ -518,7 +501,7 @@ class OpenedPack:
 
     @property
     def rewritten(self) -> bool:
-        """Whether thresholds or weights were written to since the pack was opened, so that its files have others."""
+        """True if thresholds or weights differ from the files."""
         return self.edited or self._expand_as_stated.changed(self.expand_threshold) or self._has_written_weights()
 
     def _has_written_weights(self) -> bool:
@@ -526,7 +509,7 @@ class OpenedPack:
 
     @property
     def rewritten_weights(self) -> str | None:
-        """Return a hash of the weights where they were written to since the pack was opened, else None."""
+        """Return a hash of weights that were written to, else None."""
         if not self._has_written_weights():
             return None
         digest = hashlib.sha256()
@@ -536,18 +519,16 @@ class OpenedPack:
 
     @property
     def alert_set(self) -> str | None:
-        """The name of the set of alert thresholds in force; None where it has none, or they were `edited`."""
+        """Return the alert set in force; None if unnamed or `edited`."""
         return None if self.edited else self._alert_set
 
     @property
     def alert_sets(self) -> tuple[str, ...]:
-        """The names of the sets of alert thresholds that the pack has, the one it recommends first."""
+        """Return the names of alert sets, the recommended one first."""
         return tuple(self._alert_sets)
 
     def other_alert_sets(self) -> dict[str, Tensor]:
-        """Return the thresholds `[P]` of the sets that are not in force, by name, but for those that were written to.
-        There are none beside thresholds that were `edited`.
-        """
+        """Return unedited thresholds `[P]` of sets not in force."""
         return {
             name: thresholds
             for name, thresholds in self._alert_sets.items()
@@ -555,55 +536,50 @@ class OpenedPack:
         }
 
     def precision(self, probe: int) -> float:
-        """Return the share of a concept's fires that were right where the set in force was calibrated, NaN where the
-        pack does not say, or its thresholds were `edited`.
-        """
+        """Return a concept's share of right fires in calibration, NaN if unknown or `edited`."""
         probe = check_count("probe", probe, most=self.n_probes - 1)
-        stated = self.concepts[probe].get("precision")
-        value: Any = stated.get(self.alert_set) if isinstance(stated, dict) and not self.edited else None
+        precisions = self.concepts[probe].get("precision")
+        value: Any = precisions.get(self.alert_set) if isinstance(precisions, dict) and not self.edited else None
         return float(value) if is_number(value) else math.nan
 
     def with_alert_set(self, name: str) -> Self:
-        """Return the pack with another of its `alert_sets` in force: another `alert_threshold`, the same scores.
+        """Return the pack with another of its `alert_sets`: the same scores, another `alert_threshold`.
 
-        Thresholds for running scores go, and so do expand thresholds that were calibrated, since they were for what
-        fired by the other set: of bounding probes these are made anew, and what else has children beside those opens
-        always. Raises `ConfigError` where there is
-        no such set, or it was written to.
+        Drops thresholds of running scores and calibrated expand thresholds; recomputes those of bounding probes, in
+        whose packs other parents always open. Raises `ConfigError` for a set that is unknown or was written to.
         """
         if name == self.alert_set:
             return self
         if name not in self._alert_sets:
-            known = ", ".join(self._alert_sets) or "none that has a name"
-            raise ConfigError(f"{self.name} has no set of alert thresholds {name!r:.80}: it has {known}")
+            names = ", ".join(self._alert_sets) or "none that has a name"
+            raise ConfigError(f"{self.name} has no set of alert thresholds {name!r:.80}: it has {names}")
         is_recommended = name == self.manifest.get("alert_set")
         further = self._recommended_aggregated if is_recommended else {}
         if self._written_to(name, self._alert_sets[name], further):
             raise ConfigError(
                 f"the alert thresholds {name!r} of {self.name} were written to since it was opened: open it again"
             )
-        other = type(self).__new__(type(self))  # copy.copy would open the files again
-        vars(other).update(vars(self))
-        other._alert_set, other.alert_threshold = name, self._alert_sets[name]
-        other._aggregated = further
-        other.aggregated = tuple(other._aggregated)
-        other.input_limit, other.lowest_input_limit = np.full(self.n_probes, np.nan), math.inf  # each its own notes
-        other.expand_threshold, other.recommended = self._descent_for(other.lowest_alert)
-        other._expand_as_stated = Noted(other.expand_threshold)
-        return other
+        pack = type(self).__new__(type(self))  # copy.copy would reopen the files
+        vars(pack).update(vars(self))
+        pack._alert_set, pack.alert_threshold = name, self._alert_sets[name]
+        pack._aggregated = further
+        pack.aggregated = tuple(pack._aggregated)
+        pack.input_limit, pack.lowest_input_limit = np.full(self.n_probes, np.nan), math.inf  # not shared
+        pack.expand_threshold, pack.recommended = self._descent_for(pack.lowest_alert)
+        pack._expand_as_stated = Noted(pack.expand_threshold)
+        return pack
 
     def descent(self) -> tuple[Tensor, dict[str, Any]]:
-        """Return the expand thresholds `[P]` and the recommended settings that hold for the alert thresholds in force.
+        """Return expand thresholds `[P]` and recommended settings for the alert thresholds in force.
 
-        Where these were written to (`edited`), and the expand thresholds were not, what was for the others goes, as
-        `with_alert_set` does it: a descent that does not know of lower thresholds would miss what fires by them.
+        If only these were `edited`, as `with_alert_set`: else a descent might miss fires.
         """
         if self.edited and not self._expand_as_stated.changed(self.expand_threshold):
             return self._descent_for(self.lowest_alert)
         return self.expand_threshold, self.recommended
 
     def _descent_for(self, alert: Tensor) -> tuple[Tensor, dict[str, Any]]:
-        """Return expand thresholds `[P]` and recommended settings for other alert thresholds than the pack's."""
+        """Return both for other alert thresholds."""
         expand, recommended = torch.full_like(self.expand_threshold, math.nan), self.recommended
         if self.bounding:
             expand[~self.expand_threshold.isnan()] = ALWAYS
@@ -614,23 +590,25 @@ class OpenedPack:
 
     @cached_property
     def bounding(self) -> list[int]:
-        """The bounding probes, which score over all below them (`probemon.packs.hierarchies`)."""
+        """Return the bounding probes (`probemon.packs.hierarchies`)."""
         return [probe for probe, concept in enumerate(self.concepts) if concept.get("bounding")]
 
     def bounds_for(self, alert: Tensor) -> Tensor:
-        """Return expand thresholds `[P]` under which what fires by other alert thresholds is found below the bounding
-        probes: each is compared with the smallest of these below it.
-        """
+        """Return expand thresholds `[P]` with the smallest alert threshold below each bounding probe."""
         expand = self.expand_threshold.clone()
         for probe in self.bounding:
             below = alert[torch.from_numpy(self.tree.children(probe))]
-            known = below[~below.isnan()]
-            if len(known):
-                expand[probe] = known.min() if len(known) == len(below) else torch.minimum(known.min(), expand[probe])
+            calibrated = below[~below.isnan()]
+            if len(calibrated):
+                expand[probe] = (
+                    calibrated.min()
+                    if len(calibrated) == len(below)
+                    else torch.minimum(calibrated.min(), expand[probe])
+                )
         return expand
 
     def card_text(self) -> str:
-        """Return the card, as far as it is UTF-8; a heading where there is none."""
+        """Return the card as text, or a heading."""
         return f"# {self.name}\n" if self.card is None else self.card.decode(errors="replace")
 
     def __repr__(self) -> str:
@@ -639,9 +617,9 @@ class OpenedPack:
 
 
 def lowest_alert(alert: Tensor, aggregated: Mapping[str, Tensor]) -> Tensor:
-    """Return the lower of the thresholds of tokens and of the highest of several, or that which there is."""
-    of_several = aggregated.get(str(Max()))
-    return alert if of_several is None else torch.fmin(of_several, alert)
+    """Return the lower threshold of tokens and maxima."""
+    several = aggregated.get(str(Max()))
+    return alert if several is None else torch.fmin(several, alert)
 
 
 def _path(tree: ConceptTree, concepts: Sequence[Mapping[str, Any]], probe: int) -> list[str]:
@@ -659,7 +637,7 @@ def _reopen(
         ) from error
     if pack.manifest != manifest:
         raise PackError(
-            f"{name} was pickled as the pack in {directory}, where another lies now: put back the one it was, or open"
-            " this one and pickle it anew"
+            f"{name} was pickled as the pack in {directory}, where there is another pack now: put back the original,"
+            " or open this one and pickle it again"
         )
     return pack if alert_set is None else pack.with_alert_set(alert_set)

@@ -1,11 +1,11 @@
-"""A probe pack: a directory of concept probes and everything needed to use them honestly.
+"""A probe pack: a directory of concept probes with thresholds and metadata.
 
-    pack = ProbePack.open("packs/mine")        # milliseconds; weights are not read until used
-    pack = ProbePack.from_pretrained("org/name", verify=True)   # and hashes, weights and golden scores checked
+    pack = ProbePack.open("packs/mine")        # weights are read on use
+    pack = ProbePack.from_pretrained("org/name", verify=True)   # checks hashes, weights and golden scores
     pack = ProbePack.write("mine/", name="mine", ...)
     pack.concepts[3]["name"], pack.path(17), pack.find("whale")
 
-The format is described in docs/pack_format.md. Nothing in it is executable; nothing is unpickled.
+Format: docs/formats.md. Nothing is executable or pickled.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from probemon.util.checks import check_mapping, check_mappings, check_tensor
 
 
 class ProbePack(OpenedPack):
-    """A probe pack. Read-only; make one with `open`, `from_pretrained` or `write`, and ask it as `OpenedPack` says."""
+    """A read-only pack; see `OpenedPack` for its methods."""
 
     @classmethod
     def of(cls, opened: OpenedPack) -> ProbePack:
-        """The same pack, whose files stay open: what a `PackWriter` wrote, as a `ProbePack`."""
+        """Return an opened pack as a `ProbePack`, sharing its files."""
         pack = cls.__new__(cls)
         vars(pack).update(vars(opened))
         return pack
@@ -55,13 +55,13 @@ class ProbePack(OpenedPack):
         verify: bool = False,
         endpoint: str | None = None,
     ) -> ProbePack:
-        """Open a local directory, a pack that comes with probemon by its name (or "demo"), or `org/name` of the hub.
+        """Open a local directory, a bundled pack by name, or `org/name` of the hub.
 
-        `revision` (branch, tag or commit), `token`, `cache_dir`, `local_files_only` and `endpoint` are
-        huggingface_hub's, and so is the cache. Files that were fetched are hashed before their first use.
-        `manifest_sha256`: what sha256 the pack's manifest must have; every byte is then checked, each time, in a
-        directory too. Raises `PackError` saying what to do where there is no such pack, or no way to it, and
-        `PackCorrupt` where a byte differs.
+        `revision`, `token`, `cache_dir`, `local_files_only`, `endpoint`: huggingface_hub's, as is the cache; fetched
+        files are hashed
+        `manifest_sha256`: pins the manifest, and so every byte, in directories too
+
+        Raises `PackError` if there is no such pack or no way to it, `PackCorrupt` if a byte differs.
         """
         folder = find_folder(repo)
         local = hub.find(
@@ -73,8 +73,7 @@ class ProbePack(OpenedPack):
             manifest_sha256=manifest_sha256,
             endpoint=endpoint,
         )
-        # Of a folder, which anybody may write to meanwhile, the very files that are opened are hashed. Those of the
-        # hub's cache were.
+        # A folder may change, so its opened files are hashed; cached files were hashed already.
         return cls._open(local, verify, hashed=manifest_sha256 is not None and folder is not None, pin=manifest_sha256)
 
     @classmethod
@@ -106,12 +105,12 @@ class ProbePack(OpenedPack):
         scope: str | None = None,
         overwrite: bool = False,
     ) -> ProbePack:
-        """Write a pack and open it. Probes are given in any order and numbered here.
+        """Write a pack, whole or not at all, and open it.
 
-        `weights`: stacked tensors by parameter. The dtype of `w1` is the pack's; biases (and the scales of int8
-        weights: `probemon.packs.quantize`) are kept in fp32. The other options are those of `PackWriter`; what is
-        `[P]`, weights too, is in the order of `concepts`. The directory appears whole or not at all; an existing one is
-        an error unless `overwrite`.
+        `weights`: stacked tensors by parameter; `w1` sets the dtype, biases and int8 scales (`probemon.packs.quantize`)
+        are fp32
+
+        Other options: see `PackWriter`. `[P]` tensors are in the order of `concepts`.
         """
         check_target(path, overwrite)
         check_mappings("concepts", concepts, PackError)
@@ -153,11 +152,9 @@ class ProbePack(OpenedPack):
         return cls.of(writer.opened)
 
     def save_pretrained(self, folder: str | Path, *, overwrite: bool = False) -> ProbePack:
-        """Copy the pack to a directory, its card begun by metadata that the hub reads, and open the copy.
+        """Copy the pack to a directory, with hub metadata in its card, and open the copy.
 
-        What the card has of metadata stays; `library_name`, `tags`, `license` and, where the host has a name on the
-        hub, `base_model` are added, and the manifest states the new card. The directory appears whole or not at all.
-        Raises `PackError`, and `PackCorrupt` where this pack is damaged.
+        Adds `library_name`, `tags`, `license` and, if known, `base_model`. Raises `PackError`, `PackCorrupt`.
         """
         return hub.save(self, folder, overwrite=overwrite)
 
@@ -172,11 +169,10 @@ class ProbePack(OpenedPack):
         token: str | bool | None = None,
         endpoint: str | None = None,
     ) -> hub.Pushed:
-        """Push what `save_pretrained` would write to a repository on the hub, made where there is none, in one commit.
+        """Push the copy of `save_pretrained` to the hub in one commit, creating repository and branch if needed.
 
-        The arguments are huggingface_hub's; `revision` is a branch, made where there is none. The result has the
-        `commit` and the `manifest_sha256` that others pin. Raises `PackError` saying what to do, and `PackCorrupt`
-        where this pack is damaged: nothing is sent then.
+        The arguments are huggingface_hub's. Returns the `commit`, and the `manifest_sha256` to pin. Raises `PackError`,
+        `PackCorrupt`.
         """
         return hub.push(
             self,
@@ -191,7 +187,7 @@ class ProbePack(OpenedPack):
 
 
 def check_pack(pack: object) -> ProbePack:
-    """Return `pack`. Raise `PackError` for what is no pack, such as its path."""
+    """Return `pack`. Raises `PackError` if it is not a pack."""
     if not isinstance(pack, ProbePack):
         raise PackError(
             f"{pack!r} is a {type(pack).__name__}: open it first, ProbePack.open(path) or"

@@ -1,7 +1,4 @@
-"""A pack, or several, as a notebook shows them: what they hold, for which host, what fires by which thresholds.
-
-packs_html("ProbePack words", {"words": pack})
-"""
+"""HTML of packs for notebooks: contents, model and thresholds."""
 
 from __future__ import annotations
 
@@ -19,7 +16,7 @@ _MOST_LEVELS, _MOST_ROOTS, _MOST_CHILDREN, _MOST_SETS, _MOST_PACKS = 20, 40, 12,
 
 
 def packs_html(title: str, packs: Mapping[str, OpenedPack]) -> str:
-    """Return the HTML of some packs by name."""
+    """Return the HTML of packs by name."""
     return fragment(title, _parts(packs))
 
 
@@ -36,10 +33,10 @@ def _parts(packs: Mapping[str, OpenedPack]) -> Iterator[str]:
 
 
 def _levels(pack: OpenedPack) -> list[tuple[str, str, str]]:
-    known = ~np.isnan(pack.alert_threshold.numpy())
+    calibrated = ~np.isnan(pack.alert_threshold.numpy())
     levels = np.unique(pack.tree.level)
     rows = [
-        (f"{level}", f"{int(at.sum()):,}", f"{int((at & known).sum()):,}")
+        (f"{level}", f"{int(at.sum()):,}", f"{int((at & calibrated).sum()):,}")
         for level in levels[:_MOST_LEVELS].tolist()
         for at in [pack.tree.level == level]
     ]
@@ -47,7 +44,7 @@ def _levels(pack: OpenedPack) -> list[tuple[str, str, str]]:
 
 
 def _top(pack: OpenedPack) -> tuple[list[Any], int]:
-    """Return the roots with their children, the largest first, and how many more there are."""
+    """Return the largest roots with children, and the number of others."""
     below, rows = _placed_below(pack.tree), []
 
     def largest(probes: Ints, most: int) -> list[int]:
@@ -64,9 +61,9 @@ def _top(pack: OpenedPack) -> tuple[list[Any], int]:
 
 
 def _placed_below(tree: ConceptTree) -> Ints:
-    """Return how many probes each has below it, of several parents under the first `[P]`."""
+    """Return the number of probes below each `[P]`, each under its first parent."""
     below = np.zeros(tree.n, dtype=np.int64)
-    for probe in range(tree.n - 1, -1, -1):  # a parent's number is smaller than its child's
+    for probe in range(tree.n - 1, -1, -1):  # children have larger numbers
         if tree.first_parent[probe] >= 0:
             below[tree.first_parent[probe]] += 1 + below[probe]
     return below

@@ -1,11 +1,10 @@
-"""int8 copies of a pack: half the bytes of bf16, and the error this costs, stated in the copy.
+"""int8 copies of a pack, with the error in the manifest.
 
     small = quantize(ProbePack.open(path), "smaller/")
     small.manifest["quality"]["int8"]["max_score_error"]
 
-A row of a matrix is whole numbers from -127 to 127 times a scale of its own: the largest magnitude of the row over 127.
-Biases and scales stay fp32. An input is rounded to bf16. A product of the two is exact in fp32, and the scale is
-applied to the row's sum.
+A row of a matrix is int8 times its scale, the largest magnitude over 127. Biases and scales are fp32; inputs are
+rounded to bf16, products exact in fp32.
 """
 
 from __future__ import annotations
@@ -26,13 +25,11 @@ from probemon.packs.pack import ProbePack, check_pack
 from probemon.packs.tensors import MATRICES
 from probemon.packs.writer import PackWriter
 
-_STATES = 64  # random ones, for a pack without golden states
+_STATES = 64  # random states, without golden ones
 
 
 def quantize_weights(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return stacked weights with int8 matrices and their scales, `w1_scale [P, H1]` and so on. A row of zeros has
-    scale 1.
-    """
+    """Return weights with int8 matrices and scales `w1_scale [P, H1]`, ...; zero rows have scale 1."""
     quantized = {}
     for name, tensor in weights.items():
         if name not in MATRICES:
@@ -48,9 +45,8 @@ def quantize_weights(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def quantize(pack: ProbePack, path: str | Path, *, overwrite: bool = False) -> ProbePack:
     """Write the int8 copy of a pack and open it.
 
-    Its manifest says under `quality.int8` how far scores moved, on the golden states of the pack (on random ones where
-    it has none: `states` says which), and how many of the firing (state, probe) pairs changed. Raises `ConfigError`,
-    `PackError`.
+    `quality.int8` of its manifest: score errors and changed fires on golden (else random) `states`. Raises
+    `ConfigError`, `PackError`.
     """
     pack = check_pack(pack)
     if pack.dtype == torch.int8:
@@ -58,9 +54,9 @@ def quantize(pack: ProbePack, path: str | Path, *, overwrite: bool = False) -> P
     bounding = next((concept["id"] for concept in pack.concepts if concept.get("bounding")), None)
     if bounding is not None:
         raise ConfigError(
-            f"{pack.name} has bounding probes ({bounding!r}), whose scores would no longer be over those of all their"
-            " members once the weights are rounded: what fires would be missed. Quantise the pack that its hierarchy"
-            " was proposed for, which is flat"
+            f"{pack.name} has bounding probes ({bounding!r}), whose scores would no longer bound those of their"
+            " members once the weights are rounded, so that fires would be missed. Quantise the flat pack that its"
+            " hierarchy was proposed for"
         )
     pack.check_finite()
     weights = quantize_weights({name: tensor.clone() for name, tensor in pack.weights.items()})
@@ -87,7 +83,7 @@ def quantize(pack: ProbePack, path: str | Path, *, overwrite: bool = False) -> P
 
 
 def _error(pack: ProbePack, weights: Mapping[str, Tensor], hidden: Tensor, kind: str) -> dict[str, Any]:
-    """Return how far the scores of some states `[G, S, D]` move, by the reference kernel."""
+    """Return the score errors on states `[G, S, D]`, by the reference kernel."""
     states = {site: hidden[:, i] for i, site in enumerate(pack.sites)}
     before = exhaustive_reference(states, pack).numpy()
     after = exhaustive_reference(states, pack, weights).numpy()
@@ -111,11 +107,11 @@ def _error(pack: ProbePack, weights: Mapping[str, Tensor], hidden: Tensor, kind:
     }
 
 
-def _note(stated: Mapping[str, Any]) -> str:
+def _note(error: Mapping[str, Any]) -> str:
     return (
         "\n## int8\n\nThe weights are int8 with a scale for each row. Against the weights they were made from, scores"
-        f" move by at most {stated['max_score_error']:.2g} (mean {stated['mean_score_error']:.2g}) on"
-        f" {stated['n_states']} {stated['states']} states; {stated['n_fired_changed']} (state, probe) pairs fire in one"
-        f" and not in the other, of {stated['n_fired']} that fired before. All other figures of this card are those of"
+        f" move by at most {error['max_score_error']:.2g} (mean {error['mean_score_error']:.2g}) on"
+        f" {error['n_states']} {error['states']} states; {error['n_fired_changed']} (state, probe) pairs fire in one"
+        f" and not in the other, of {error['n_fired']} that fired before. All other figures of this card are those of"
         " the weights before.\n"
     )

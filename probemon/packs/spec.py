@@ -1,9 +1,8 @@
-"""All of a pack but its weights, as somebody gives it who writes one: checked, and numbered as the pack will be.
+"""PackSpec: everything of a new pack except its weights, checked and numbered.
 
 spec = PackSpec(name="mine", concepts=concepts, architecture=Architecture(2560, (128, 64)), ...)
-spec.order                     # concept order[i] of those given is probe i
-spec.small_tensors()["level"]  # in the order of the probes
-spec.manifest(), spec.lines()
+spec.order                     # concept order[i] is probe i
+spec.small_tensors(), spec.manifest(), spec.lines()
 """
 
 from __future__ import annotations
@@ -56,7 +55,7 @@ _MOST_COUNTED = 2**31 - 1
 
 @dataclass(frozen=True, kw_only=True)
 class PackSpec:
-    """What `PackWriter` takes, one field an option; see there. Raises `PackError`, `HierarchyError`, `ConfigError`."""
+    """The arguments of `PackWriter`. Raises `PackError`, `HierarchyError`, `ConfigError`."""
 
     name: str
     concepts: Sequence[Mapping[str, Any]]
@@ -104,13 +103,11 @@ class PackSpec:
 
     @property
     def ids(self) -> list[str]:
-        """Ids in the order in which the concepts were given."""
+        """Return the ids in the given order."""
         return [concept["id"] for concept in self.concepts]
 
     def small_tensors(self) -> dict[str, Tensor]:
-        """Return all tensors but the weights, by name, in the order of the probes. Golden scores are zeros: those of
-        the weights, once they are known, belong there.
-        """
+        """Return all tensors except weights, by probe. Golden scores are zeros, to be filled in."""
         n, order = len(self.order), torch.from_numpy(self.order)
         per_probe = {
             "input_index": self.input_index,
@@ -173,10 +170,10 @@ class PackSpec:
         }
 
     def lines(self) -> list[dict[str, Any]]:
-        """Return the lines of the concepts, in the order of the probes."""
+        """Return the concept lines, by probe."""
         lines = []
-        for level, given in zip(self.tree.level.tolist(), self.order.tolist(), strict=True):
-            concept = dict(self.concepts[given])
+        for level, index in zip(self.tree.level.tolist(), self.order.tolist(), strict=True):
+            concept = dict(self.concepts[index])
             first = {"id": concept["id"], "name": concept["name"], "level": level, "parents": list(concept["parents"])}
             lines.append({**first, **{key: value for key, value in concept.items() if key not in first}})
         return lines
@@ -208,8 +205,8 @@ class PackSpec:
             check_tensor("golden_hidden", self.golden_hidden, error=PackError)
         familiar = self.familiar or ()
         if len(familiar) not in (0, len(self.inputs)) or not all(
-            known is None or (isinstance(known, Familiar) and known.basis.shape[1:] == (self.architecture.hidden_size,))
-            for known in familiar
+            entry is None or (isinstance(entry, Familiar) and entry.basis.shape[1:] == (self.architecture.hidden_size,))
+            for entry in familiar
         ):
             raise PackError(
                 f"familiar says something of {len(familiar)} inputs: give, for each of {len(self.inputs)}, a Familiar"
@@ -224,7 +221,7 @@ class PackSpec:
             if not isinstance(name, str) or not SET_NAME.fullmatch(name):
                 raise PackError(f"a set of alert thresholds is named {name!r:.80}: give letters, digits and . _ -")
         if self.alert_sets and self.alert_set is None:
-            raise PackError("alert_sets are beside one in force: name that one too, alert_set=")
+            raise PackError("alert_sets are in addition to the set in force: name that one too, alert_set=")
         if self.alert_set in (self.alert_sets or ()):
             raise PackError(f"the set {self.alert_set!r} is in force, and among the others: give it once")
 
@@ -269,7 +266,7 @@ class PackSpec:
             )
 
     def _counts(self) -> dict[str, Tensor]:
-        """Return the counts of scores `[P, N_BINS]` int32 by aggregator, in the order of `concepts`."""
+        """Return score counts `[P, N_BINS]` int32 by aggregator, in the order of `concepts`."""
         counts = {}
         for name, tensor in (self.score_counts or {}).items():
             check_tensor(f"score_counts[{name!r}]", tensor, (len(self.order), N_BINS), PackError)

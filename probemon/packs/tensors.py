@@ -1,8 +1,8 @@
-"""The tensors of a pack: their names and dtypes, and what may be in them.
+"""Names, dtypes and checks of a pack's tensors.
 
-check_dtypes(described, where)                         # PackCorrupt for one that is missing or of another dtype
-first_wrong_threshold("alert_threshold", thresholds)   # the number of a probe, or None
-largest_magnitudes(weights)                            # of each probe; infinite or NaN where a weight is
+check_dtypes(described, where)                         # PackCorrupt
+first_wrong_threshold("alert_threshold", thresholds)   # a probe, or None
+largest_magnitudes(weights)                            # of each probe
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ VECTORS = {
     **dict.fromkeys(("child_ptr", "child_idx", "level", "input"), torch.int64),
     **dict.fromkeys(("alert_threshold", "expand_threshold"), torch.float32),
 }
-AGGREGATED = "alert_threshold:"  # and the name of the aggregator whose running scores the thresholds are for
-SCORE_COUNTS = "score_counts:"  # and the name of the aggregator whose running scores were counted, or "each"
-ALERT_SET = "alert_threshold@"  # and the name of a set of alert thresholds that is not the one in force
-FAMILIAR = ("familiar_mean@", "familiar_basis@", "familiar_limit@")  # and the number of an input
-SOFTMAX_GROUP = "softmax_group"  # of a pack that has softmax groups: the number of each probe's, -1 for none
-ALWAYS = -1.0  # the expand threshold of a probe that is opened whatever it scores
+AGGREGATED = "alert_threshold:"  # + aggregator
+SCORE_COUNTS = "score_counts:"  # + aggregator, or "each"
+ALERT_SET = "alert_threshold@"  # + name of a set that is not in force
+FAMILIAR = ("familiar_mean@", "familiar_basis@", "familiar_limit@")  # + number of an input
+SOFTMAX_GROUP = "softmax_group"  # group of each probe, -1 for none
+ALWAYS = -1.0  # expand threshold of a probe that is always opened
 THRESHOLDS = (
     "a threshold lies between 0 and 1, as scores do (1 is exceeded by none), or is NaN (not calibrated); an expand"
     " threshold may be -1 (always opened)"
@@ -39,14 +39,12 @@ THRESHOLDS = (
 
 
 def name_of(dtype: torch.dtype) -> str:
-    """Return the name that a manifest has for the dtype of weights."""
-    return next(name for name, known in WEIGHTS.items() if known is dtype)
+    """Return a manifest's name for a dtype."""
+    return next(name for name, weight_dtype in WEIGHTS.items() if weight_dtype is dtype)
 
 
 class Noted:
-    """A tensor as it was when this was made: `changed(tensor)` says whether another took its place, or it was written
-    to. Torch counts what is written to a tensor, but to none that was made in inference mode: those seem unchanged.
-    """
+    """Remembers a tensor: `changed(tensor)` is True if it was replaced or written to, except in inference mode."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._tensor, self._version = tensor, _version(tensor)
@@ -60,9 +58,9 @@ def _version(tensor: Tensor) -> int:
 
 
 def check_dtypes(described: Mapping[str, Tensor], where: str) -> None:
-    """Raise `PackCorrupt` where a tensor that every pack has is missing, or one is of another dtype than in a pack.
+    """Raise `PackCorrupt` if a required tensor is missing or a dtype is wrong.
 
-    `described`: tensors without values, by name. `where`: their file, for the error.
+    `described`: tensors without values, by name; `where`: their file
     """
     for needed in (*VECTORS, "w1", "b1"):
         if needed not in described:
@@ -82,7 +80,7 @@ def check_dtypes(described: Mapping[str, Tensor], where: str) -> None:
 
 
 def check_softmax_group(described: Mapping[str, Tensor], n_probes: int, where: str) -> bool:
-    """Return whether a pack has softmax groups. Raises `PackCorrupt` where they are no vector of numbers."""
+    """Return whether a pack has softmax groups. Raises `PackCorrupt`."""
     tensor = described.get(SOFTMAX_GROUP)
     if tensor is not None and (tuple(tensor.shape) != (n_probes,) or tensor.dtype != torch.int32):
         raise PackCorrupt(
@@ -92,16 +90,14 @@ def check_softmax_group(described: Mapping[str, Tensor], n_probes: int, where: s
 
 
 def first_other_input(groups: SoftmaxGroups, input_index: Tensor) -> tuple[int, int] | None:
-    """Return two members of one softmax group that read different inputs `[P]`, or None."""
+    """Return two members of a softmax group that read different inputs `[P]`, or None."""
     index = input_index.numpy()
-    other = np.flatnonzero(index[groups.members] != index[groups.firsts])
-    return (int(groups.firsts[other[0]]), int(groups.members[other[0]])) if len(other) else None
+    differing = np.flatnonzero(index[groups.members] != index[groups.firsts])
+    return (int(groups.firsts[differing[0]]), int(groups.members[differing[0]])) if len(differing) else None
 
 
 def aggregator_names(described: Mapping[str, Tensor], n_probes: int, where: str) -> tuple[str, ...]:
-    """Return the aggregators that have alert thresholds of their own. Raises `PackCorrupt` where these are no vector of
-    numbers.
-    """
+    """Return the aggregators with alert thresholds. Raises `PackCorrupt`."""
     names = sorted(key.removeprefix(AGGREGATED) for key in described if key.startswith(AGGREGATED))
     for name in names:
         key, tensor = AGGREGATED + name, described[AGGREGATED + name]
@@ -114,9 +110,7 @@ def aggregator_names(described: Mapping[str, Tensor], n_probes: int, where: str)
 
 
 def counted_names(described: Mapping[str, Tensor], n_probes: int, where: str) -> tuple[str, ...]:
-    """Return the aggregators whose running scores were counted on calibration text. Raises `PackCorrupt` where these
-    are no counts.
-    """
+    """Return the aggregators with counts of calibration scores. Raises `PackCorrupt`."""
     names = sorted(key.removeprefix(SCORE_COUNTS) for key in described if key.startswith(SCORE_COUNTS))
     for name in names:
         tensor = described[SCORE_COUNTS + name]
@@ -129,7 +123,7 @@ def counted_names(described: Mapping[str, Tensor], n_probes: int, where: str) ->
 
 
 def alert_set_names(described: Mapping[str, Tensor], n_probes: int, where: str) -> tuple[str, ...]:
-    """Return the further sets of alert thresholds. Raises `PackCorrupt` where one is no vector of numbers."""
+    """Return the names of further alert sets. Raises `PackCorrupt`."""
     names = sorted(key.removeprefix(ALERT_SET) for key in described if key.startswith(ALERT_SET))
     for name in names:
         tensor = described[ALERT_SET + name]
@@ -144,7 +138,7 @@ def alert_set_names(described: Mapping[str, Tensor], n_probes: int, where: str) 
 def familiar_of(
     described: Mapping[str, Tensor], read: Callable[[str], Tensor], n_inputs: int, hidden_size: int, where: str
 ) -> list[Familiar | None]:
-    """Return what is known of the calibration states of each input, or None. Raises `PackCorrupt`."""
+    """Return each input's `Familiar` of calibration states, or None. Raises `PackCorrupt`."""
     result: list[Familiar | None] = [None] * n_inputs
     numbers = {key.rpartition("@")[2] for key in described if key.startswith(FAMILIAR)}
     for text in sorted(numbers):
@@ -175,18 +169,18 @@ def familiar_of(
 
 
 def familiar_tensors(familiar: Sequence[Familiar | None]) -> dict[str, Tensor]:
-    """Return the tensors of a pack's file that say what `familiar_of` reads."""
+    """Return the tensors that `familiar_of` reads."""
     tensors: dict[str, Tensor] = {}
-    for i, known in enumerate(familiar):
-        if known is not None:
-            limit = torch.tensor([known.limit], dtype=torch.float32, device="cpu")
-            values = (known.mean.float(), known.basis.half(), limit)
+    for i, entry in enumerate(familiar):
+        if entry is not None:
+            limit = torch.tensor([entry.limit], dtype=torch.float32, device="cpu")
+            values = (entry.mean.float(), entry.basis.half(), limit)
             tensors |= {prefix + str(i): value.contiguous() for prefix, value in zip(FAMILIAR, values, strict=True)}
     return tensors
 
 
 def check_golden(described: Mapping[str, Tensor], n_sites: int, n_probes: int, hidden_size: int, where: str) -> None:
-    """Raise `PackCorrupt` where golden states or their scores are alone, or of another shape than the pack's."""
+    """Raise `PackCorrupt` if golden states or scores are incomplete or misshapen."""
     golden = {name: described[name] for name in ("golden_hidden", "golden_scores") if name in described}
     if len(golden) == 1:
         raise PackCorrupt(
@@ -205,7 +199,7 @@ def check_golden(described: Mapping[str, Tensor], n_sites: int, n_probes: int, h
 
 
 def first_wrong_threshold(name: str, thresholds: Tensor) -> int | None:
-    """Return the first probe whose threshold in `[P]` is none (see `THRESHOLDS`), or None."""
+    """Return the first probe with an invalid threshold in `[P]` (see `THRESHOLDS`), or None."""
     outside = (thresholds < 0) | (thresholds > 1)
     if name == "expand_threshold":
         outside &= thresholds != ALWAYS
@@ -213,18 +207,16 @@ def first_wrong_threshold(name: str, thresholds: Tensor) -> int | None:
 
 
 def largest_magnitudes(weights: Tensor) -> np.ndarray:
-    """Return the largest absolute value of each probe `[n]` fp64; infinite or NaN where a weight is.
+    """Return each probe's largest absolute weight `[n]` fp64; inf or NaN if a weight is.
 
-    Floats without their sign are ordered as their bits are, NaN last, and whole numbers are compared many times faster
-    than a float that is half as wide as its register: this is done before a probe is first used, so it is a good part
-    of a cold step.
+    Compares bits as integers: much faster, and this delays each probe's first use.
     """
     if weights.dtype == torch.int8:
-        return np.full(len(weights), 128.0)  # the most there can be, without looking
+        return np.full(len(weights), 128.0)  # an upper bound
     size = weights.element_size()
     signed = {2: torch.int16, 4: torch.int32, 8: torch.int64}[size]
     bits: np.ndarray = weights.reshape(len(weights), -1).view(signed).numpy()
     largest: np.ndarray = (bits & bits.dtype.type((1 << (8 * size - 1)) - 1)).max(axis=1)
-    if weights.dtype == torch.bfloat16:  # the upper half of an fp32
+    if weights.dtype == torch.bfloat16:  # the upper half of fp32
         return (largest.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
     return torch.from_numpy(largest).view(weights.dtype).to(torch.float64).numpy()

@@ -1,10 +1,9 @@
-"""Probes of one shape as probes of a larger one, with the same scores.
+"""Widens probes to a larger shape, with the same scores.
 
     both = smallest_common([a.architecture, b.architecture])
-    weights = widen(a.weights, both)                  # stacked tensors of the larger shape
+    weights = widen(a.weights, both)
 
-Exact: relu(z) - relu(-z) = z carries a logit through a hidden layer, relu(h) = h what is 0 or more already, and zeros
-fill the rest.
+Exact: relu(z) - relu(-z) = z carries a logit, relu(h) = h a non-negative value.
 """
 
 from __future__ import annotations
@@ -20,15 +19,12 @@ from probemon.errors import PackError
 
 
 def smallest_common(architectures: Sequence[Architecture]) -> Architecture:
-    """Return the smallest architecture that has room for probes of each.
-
-    Raises `PackError` where they read states of different sizes.
-    """
+    """Return the smallest architecture that fits all. Raises `PackError` for different hidden sizes."""
     sizes = sorted({architecture.hidden_size for architecture in architectures})
     if len(sizes) != 1:
         raise PackError(
             f"probes that read states of {' and '.join(map(str, sizes))} values do not fit into one pack: they are for"
-            " different hosts"
+            " different models"
         )
     depth = max(len(architecture.hidden) for architecture in architectures)
     widths = [max(_width(architecture, i) for architecture in architectures) for i in range(depth)]
@@ -36,12 +32,12 @@ def smallest_common(architectures: Sequence[Architecture]) -> Architecture:
 
 
 def _width(architecture: Architecture, i: int) -> int:
-    """Units that a probe needs in hidden layer `i`: two carry a logit, its last layer's own what is 0 or more."""
+    """Return the units needed in hidden layer `i`; two carry a logit."""
     return architecture.hidden[min(i, len(architecture.hidden) - 1)] if architecture.hidden else 2
 
 
 class _Layer(NamedTuple):
-    """A layer of n probes: matrix `[n, out, in]`, bias `[n, out]`, and the scale `[n, out]` of int8."""
+    """matrix `[n, out, in]`, bias and int8 scale `[n, out]`"""
 
     matrix: Tensor
     bias: Tensor
@@ -49,19 +45,18 @@ class _Layer(NamedTuple):
 
 
 def widen(weights: Mapping[str, Tensor], to: Architecture) -> dict[str, Tensor]:
-    """Return stacked weights `[P, ...]` as those of probes of the shape `to`, in their dtype.
-
-    Raises `PackError` where `to` is too small.
-    """
-    own = Architecture.of(weights, "weights")
-    if smallest_common([own, to]) != to:
-        raise PackError(f"probes {own} over {own.hidden_size} values do not fit into {to} over {to.hidden_size}")
-    if own == to:
+    """Return weights `[P, ...]` in the shape `to`. Raises `PackError` if it is too small."""
+    architecture = Architecture.of(weights, "weights")
+    if smallest_common([architecture, to]) != to:
+        raise PackError(
+            f"probes {architecture} over {architecture.hidden_size} values do not fit into {to} over {to.hidden_size}"
+        )
+    if architecture == to:
         return dict(weights)
     layers = [_Layer(weights["w1"], weights["b1"], weights.get("w1_scale"))]
-    if len(own.hidden) == 2:
+    if len(architecture.hidden) == 2:
         layers.append(_Layer(weights["w2"], weights["b2"], weights.get("w2_scale")))
-    if own.hidden:
+    if architecture.hidden:
         scale = weights.get("w3_scale")
         layers.append(_Layer(weights["w3"][:, None], weights["b3"][:, None], None if scale is None else scale[:, None]))
     elif to.hidden:
@@ -87,7 +82,7 @@ def widen(weights: Mapping[str, Tensor], to: Architecture) -> dict[str, Tensor]:
 
 
 def _without_bias(matrix: Tensor, like: Tensor) -> _Layer:
-    """The layer of one matrix, without bias, for as many probes as `like` has and in its dtype."""
+    """Return a layer of one matrix for the probes of `like`."""
     n = len(like)
     scale = torch.ones(n, len(matrix), dtype=torch.float32, device="cpu") if like.dtype == torch.int8 else None
     bias = torch.zeros(n, len(matrix), dtype=torch.float32, device="cpu")

@@ -1,4 +1,4 @@
-"""Write a pack probe by probe: the weights go to their place on disk as they come, and are never held together.
+"""Writes a pack probe by probe, so that it may exceed memory.
 
     about = {"host": {}, "licence": "CC0-1.0", "card": "# mine\n", "inputs": [{"site": "resid_post.15"}]}
     shape = {"architecture": Architecture(2560, (128, 64)), "dtype": torch.bfloat16, "score_rule": "independent"}
@@ -7,9 +7,7 @@
             writer.put(i, {"w1": ..., "b1": ..., "w2": ..., "b2": ..., "w3": ..., "b3": ...})
     pack = ProbePack.of(writer.opened)
 
-In memory are: what was put last (once more while it is written, in blocks of 16 MiB), the concepts, a few numbers a
-probe and the golden states. The file has its full size from the beginning, so that a disk that is too small says so
-before any work is done. The directory appears whole or not at all.
+Disk space is reserved at the start. The directory appears whole or not at all.
 """
 
 from __future__ import annotations
@@ -47,31 +45,24 @@ _BLOCK_BYTES = 16 << 20
 
 
 class PackWriter:
-    """A pack in the making: enter it, put every probe once, leave it; then `opened` is the pack.
+    """Put every probe once in the block; then `opened` is the pack.
 
-    - `name`, `licence`, `card`: texts; `host`: dict
-    - `concepts`: dicts with `id`, `name`, `parents` (ids), optionally `level` (on all or none; it need not grow along
-      edges), and anything else JSON
-    - `architecture`, `dtype`: of every probe; `score_rule`: `independent` or `path`
-    - `inputs`: dicts of an InputSpec; `input_index [P]`: which of them each probe reads, the first by default
-    - `softmax_group [P]`: which concepts exclude one another: the number of each one's group, -1 for none; members of a
-      group have the same parents, level and input
-    - `alert_threshold`, `expand_threshold` `[P]`: NaN, the default, where not calibrated
+    - `concepts`: dicts with `id`, `name`, `parents` (ids), `level` (all or none), any JSON
+    - `score_rule`: `independent` or `path`
+    - `inputs`: dicts of an InputSpec; `input_index [P]`: each probe's, by default the first
+    - `softmax_group [P]`: -1 for none; members share parents, level and input
+    - `alert_threshold`, `expand_threshold` `[P]`: NaN (default) if not calibrated
     - `aggregated`: alert thresholds `[P]` by `str()` of an aggregator
-    - `alert_set`: the name of the set that `alert_threshold` is; `alert_sets`: further sets `[P]` by name
-    - `score_counts`: how often each scored how high on calibration text, `[P, 128]` whole numbers (`ScoreCounts`), by
-      `str()` of an aggregator, "each" for the tokens' own
-    - `familiar`: for each input a `Familiar` of the states that the pack was calibrated on, or None
-    - `drift`: a `DriftReference` of all concepts, as given, whose scores are all counted
-    - `golden_hidden [G, S, D]`: raw states at the distinct sites of `inputs`, whose scores are kept
-    - `recommended`: settings; `provenance`, `quality`: dicts of JSON
-    - `scope`: "here" where a score says that a concept is at the token, "so far" where it was at it or at one before;
-      by default the second for probes of recurrent states, `ssm_state.N`, and the first for others
-    - `overwrite`: whether a pack at `path` is replaced
+    - `alert_set`: name of `alert_threshold`; `alert_sets`: others `[P]` by name
+    - `score_counts`: `[P, 128]` (`ScoreCounts`) by `str()` of an aggregator, or "each"
+    - `familiar`: a `Familiar` per input, or None
+    - `drift`: a `DriftReference` of all concepts
+    - `golden_hidden [G, S, D]`: raw states at the sites of `inputs`
+    - `recommended`: settings; `host`, `provenance`, `quality`: JSON dicts
+    - `scope`: "here", or "so far", the default for recurrent states (`ssm_state.N`)
 
-    What is `[P]` is in the order of `concepts`. `card`, `provenance` and `quality` are attributes that may change until
-    the block ends. Raises `PackError`, `HierarchyError` or `ConfigError`; where the block or the writing fails, nothing
-    is left on disk and an older pack stays.
+    `[P]` is in the order of `concepts`. `card`, `provenance` and `quality` may change during the block. Raises
+    `PackError`, `HierarchyError`, `ConfigError`; a failure leaves no files and keeps an older pack.
     """
 
     def __init__(self, path: str | Path, *, overwrite: bool = False, **spec: Any) -> None:
@@ -94,7 +85,7 @@ class PackWriter:
 
     @property
     def opened(self) -> OpenedPack:
-        """The pack that was written, once the block has been left. `ProbePack.of` gives it the rest of its methods."""
+        """Return the written pack, after the block."""
         if self._opened is None:
             raise PackError(f"{self._target} is not written yet: it is when the with block ends")
         return self._opened
@@ -103,8 +94,7 @@ class PackWriter:
         try:
             with self._writing():
                 self._target.parent.mkdir(parents=True, exist_ok=True)
-                # Named before it is there, and taken away at the latest when the program ends: a signal may come
-                # between any two steps, in __exit__ too.
+                # Registered before it exists, since a signal may arrive between any two steps.
                 self._folder = self._target.parent / f".{self._target.name}-{secrets.token_hex(8)}"
                 self._remove_folder = weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
                 self._folder.mkdir(mode=0o700)
@@ -127,16 +117,14 @@ class PackWriter:
             self._discard()
 
     def put(self, i: int, weights: Mapping[str, Tensor]) -> Tensor | None:
-        """Write the probe of concept `i`: `w1 [H1, D]`, `b1 [H1]` and so on. See `put_slice`."""
+        """Write the probe of concept `i`: `w1 [H1, D]`, ... See `put_slice`."""
         return self.put_slice(i, {key: tensor[None] for key, tensor in weights.items()})
 
     def put_slice(self, start: int, weights: Mapping[str, Tensor]) -> Tensor | None:
-        """Write the probes of some concepts, from `start` on: `w1 [n, H1, D]`, `b1 [n, H1]` and so on, matrices in the
-        pack's dtype.
+        """Write probes of concepts from `start` on: `w1 [n, H1, D]`, ..., matrices in the pack's dtype.
 
-        Return their own scores `[G, n]` fp32 of the golden states, where there are any; of members of softmax groups,
-        whose scores depend on all members, their logits. Raises `PackError` for a probe
-        that was put before, is not finite, or has another shape or dtype than the pack.
+        Returns golden scores `[G, n]` fp32 if any, logits for softmax groups. Raises `PackError` for a probe that is
+        repeated, not finite, or of another shape or dtype.
         """
         n = self._check_slice(start, weights)
         numbers = self._number[start : start + n]
@@ -146,14 +134,14 @@ class PackWriter:
         step = max(1, _BLOCK_BYTES // max(per_probe, 1))
         with self._writing():
             for first in range(0, n, step):
-                some = by_number[first : first + step]
-                block = {key: weights[key].detach().cpu()[torch.from_numpy(some)] for key in self._shapes}
+                indices = by_number[first : first + step]
+                block = {key: weights[key].detach().cpu()[torch.from_numpy(indices)] for key in self._shapes}
                 block = {key: tensor if key in MATRICES else tensor.to(torch.float32) for key, tensor in block.items()}
-                self._check_finite(block, start + some)
+                self._check_finite(block, start + indices)
                 for key, tensor in block.items():
-                    self._write_rows(key, numbers[some], tensor)
+                    self._write_rows(key, numbers[indices], tensor)
                 if logits is not None:
-                    logits[:, some] = self._logits(block, numbers[some])
+                    logits[:, indices] = self._logits(block, numbers[indices])
         self._is_put[start : start + n] = True
         if logits is None:
             return None
@@ -163,13 +151,12 @@ class PackWriter:
         return scores
 
     def _check_slice(self, start: int, weights: Mapping[str, Tensor]) -> int:
-        """Return how many probes these are. Raises `PackError` where they have no place in the pack."""
-        given, own = Architecture.of(weights, "weights"), self._spec.architecture
+        shape, pack_shape = Architecture.of(weights, "weights"), self._spec.architecture
         n, dtype = len(weights["w1"]), weights["w1"].dtype
-        if given != own or dtype != self._spec.dtype:
+        if shape != pack_shape or dtype != self._spec.dtype:
             raise PackError(
-                f"weights are {given} over {given.hidden_size} values in {dtype}, the pack's {own} over"
-                f" {own.hidden_size} in {self._spec.dtype}: widen or convert them first"
+                f"weights are {shape} over {shape.hidden_size} values in {dtype}, the pack's {pack_shape} over"
+                f" {pack_shape.hidden_size} in {self._spec.dtype}: widen or convert them first"
             )
         if not 0 <= start <= start + n <= self._n:
             raise PackError(f"probes {start}..{start + n - 1} of {self._n}: there is a concept for each")
@@ -180,7 +167,7 @@ class PackWriter:
 
     def _check_finite(self, block: Mapping[str, Tensor], concepts: np.ndarray) -> None:
         for key, tensor in block.items():
-            # A sum is finite where its terms are, unless finite terms overflow: only then look at each.
+            # The sum is not finite if a term is not, or on overflow: then check each.
             if tensor.dtype == torch.int8 or bool(torch.isfinite(tensor.sum(dtype=torch.float32))):
                 continue
             finite = torch.isfinite(tensor).reshape(len(tensor), -1).all(dim=1)
@@ -192,7 +179,7 @@ class PackWriter:
                 )
 
     def _write_rows(self, key: str, numbers: np.ndarray, tensor: Tensor) -> None:
-        """Write rows of a parameter to their places: those side by side in one go."""
+        """Write rows of a parameter, neighbours together."""
         assert self._file is not None
         row_bytes = tensor[0].numel() * tensor.element_size()
         raw = _bytes_of(tensor)
@@ -202,7 +189,7 @@ class PackWriter:
             self._file.write(raw[first * row_bytes : stop * row_bytes])
 
     def _golden_inputs(self) -> list[Tensor]:
-        """Return the golden states `[G, D]` as each input reads them; none where there are no golden states."""
+        """Return the golden states `[G, D]` by input."""
         golden, specs = self._small.get("golden_hidden"), self._spec.input_specs
         if golden is None:
             return []
@@ -211,9 +198,7 @@ class PackWriter:
         return [prepare_input(golden[:, sites.index(spec.site)], spec, dtype) for spec in specs]
 
     def _logits(self, block: Mapping[str, Tensor], numbers: np.ndarray) -> Tensor:
-        """Return logits `[G, n]` of the golden states by the reference kernel, which gathers weights: one state at a
-        time.
-        """
+        """Return logits `[G, n]` by the reference kernel, a state at a time, as it gathers weights."""
         inputs = self._small["input"][torch.from_numpy(numbers)]
         logits = torch.empty(len(self._golden[0]), len(numbers), dtype=torch.float32, device="cpu")
         for i, states in enumerate(self._golden):
@@ -223,9 +208,7 @@ class PackWriter:
         return logits
 
     def _layout(self) -> tuple[bytes, dict[str, int], int]:
-        """Return the header of the safetensors file, where each tensor begins, and the size of the file. Larger items
-        first, so that all are aligned.
-        """
+        """Return header, tensor offsets and file size; larger dtypes first, for alignment."""
         described = {
             key: (self._spec.dtype if key in MATRICES else torch.float32, (self._n, *shape))
             for key, shape in self._shapes.items()
@@ -269,16 +252,14 @@ class PackWriter:
             }
             (self._folder / MANIFEST).write_bytes(_json("the manifest", manifest, indent=1))
             self._folder.chmod(0o755)  # private until now
-            # Not verified: every weight was looked at, and the golden scores are of these weights.
+            # Not verified: weights were checked, and golden scores are theirs.
             pack = OpenedPack.open(self._folder)
             replace_directory(self._folder, self._target)
-        pack.set_directory(self._target)  # what was written, whatever another writer puts there
+        pack.set_directory(self._target)  # even if another writer replaced it
         self._opened = pack
 
     def _golden_scores(self) -> Tensor:
-        """Return the scores `[G, P]` of the golden states by the pack's rule. Raises `PackCorrupt` for one that is no
-        number.
-        """
+        """Return golden scores `[G, P]`. Raises `PackCorrupt` if one is not finite."""
         scores = torch.from_numpy(
             scores_of_logits(self._small["golden_scores"], self._spec.tree, self._spec.score_rule)
         )
@@ -298,7 +279,7 @@ class PackWriter:
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
-        """Raise what a file system raises in the block as one error that names the pack."""
+        """Raise file system errors as `PackError`."""
         try:
             yield
         except OSError as error:
@@ -309,7 +290,7 @@ class PackWriter:
 
 
 def _shapes(architecture: Architecture, dtype: torch.dtype) -> dict[str, tuple[int, ...]]:
-    """Return the shape of each parameter of one probe."""
+    """Return a probe's parameter shapes."""
     widths = (architecture.hidden_size, *(architecture.hidden or (1,)))
     shapes: dict[str, tuple[int, ...]] = {}
     for i, (inner, outer) in enumerate(itertools.pairwise(widths), start=1):
@@ -322,7 +303,7 @@ def _shapes(architecture: Architecture, dtype: torch.dtype) -> dict[str, tuple[i
 
 
 def _json(what: str, value: object, indent: int | None = None) -> bytes:
-    """Return a line (or lines) of JSON. Raises `PackError` for what JSON or UTF-8 cannot say."""
+    """Return JSON lines. Raises `PackError`."""
     try:
         return (json.dumps(value, ensure_ascii=False, indent=indent) + "\n").encode()
     except (RecursionError, TypeError, ValueError) as error:
@@ -335,7 +316,7 @@ def _json(what: str, value: object, indent: int | None = None) -> bytes:
 def _bytes_of(tensor: Tensor) -> memoryview:
     if not tensor.numel():
         return memoryview(b"")
-    # A copy: of one value alone, torch calls any stride contiguous, and will not view it.
+    # A copy: with one element, torch calls any stride contiguous but refuses the view.
     flat = torch.empty(tensor.numel(), dtype=tensor.dtype, device="cpu")
     raw: Any = flat.copy_(tensor.reshape(-1)).view(torch.uint8).numpy()
     return memoryview(raw)

@@ -1,12 +1,11 @@
-"""Which row and token each hidden state belongs to.
+"""Assigns hidden states to rows and tokens.
 
     columns = SequenceColumns(prompt_columns=12)
-    placed = columns.place(Forward(start=0, ids=ids, mask=mask))     # the new tokens of this forward
+    placed = columns.place(DecoderForward(start=0, ids=ids, mask=mask))     # the new tokens
     placed.rows, placed.columns, placed.offsets, placed.phase
-    columns.ended(done)  # what the stopping criteria said of the token just sampled
+    columns.ended(done)
 
-A column is a position of the padded sequence: cache length before the forward plus offset in it. Only
-columns not seen before are placed (without a cache every forward repeats the old ones).
+A column is a position of the padded sequence. Only new columns are placed.
 """
 
 from __future__ import annotations
@@ -22,15 +21,12 @@ from probemon.core.scores import GENERATED, PROMPT
 from probemon.errors import AlignmentError
 
 NEVER = np.iinfo(np.int64).max
-NO_ID = -1  # of a token that was given as an embedding
+NO_ID = -1  # of embeddings
 
 
 @dataclass(frozen=True)
 class DecoderForward:
-    """A forward of the host: ids [B, T] after `start` cached columns; mask [B, >= start + T], None for no padding.
-
-    `starts [B, T]`: where a sequence begins of those packed in a row; None where each row is one.
-    """
+    """ids [B, T] after `start` cached columns; mask [B, >= start + T] or None; `starts [B, T]` if rows are packed."""
 
     start: int
     ids: Ints
@@ -40,11 +36,11 @@ class DecoderForward:
 
 @dataclass(frozen=True)
 class PlacedTokens:
-    """Real tokens of a forward and phase: entry i is `ids[i]` at (`rows[i]`, `columns[i]`), offset `offsets[i]` in it.
+    """Real tokens of one phase: `ids[i]` at (`rows[i]`, `columns[i]`), offset `offsets[i]` in the forward.
 
-    `draft`: they were proposed and may be rejected yet. `provisional`: of beams, of which few will be returned, and
-    none by its row here. `begins [n]`: the token is the first of its sequence, where several are packed in a row, so
-    that the column before it is no neighbour; None where each row is one sequence.
+    - `draft`: may be rejected
+    - `provisional`: of beams, whose rows are not the output's
+    - `begins [n]`: first token of a packed sequence, or None
     """
 
     rows: Ints
@@ -71,17 +67,18 @@ class PlacedTokens:
         )
 
     def moved(self, by: int) -> PlacedTokens:
-        """Return the same tokens, their states `by` places further in the forward."""
+        """Return the tokens with moved offsets."""
         return dataclasses.replace(self, offsets=self.offsets + by)
 
 
 @dataclass
 class SequenceColumns:
-    """One `generate` (or one document of plain forwards: `prompt_columns=None`, all prompt).
+    """Columns of a `generate`, or of a document (`prompt_columns=None`).
 
-    `speculative`: a forward may hold several generated columns, drafts until they are accepted (one row).
-    `frontier`: columns seen so far, from `first_column` on; `mask`: the newest forward's, None for no padding;
-    `last_column [B]`: where a row that ended early has its last token, `NEVER` before that.
+    - `speculative`: one row, with drafts
+    - `frontier`: end of the columns seen, from `first_column` on
+    - `mask`: the newest forward's
+    - `last_column [B]`: `NEVER` until a row ends
     """
 
     prompt_columns: int | None
@@ -94,28 +91,25 @@ class SequenceColumns:
     _n_sampled: int = 0
 
     def ended(self, done: Collection[bool]) -> None:
-        """Mark rows whose token just sampled is their last, of all B or of none: what follows in them is padding."""
+        """Mark rows that end with the sampled token; all rows or none."""
         column = (self.prompt_columns or 0) + self._n_sampled
         self._n_sampled += 1
-        if self.speculative or not any(done):  # of drafts, several tokens may have been accepted at once
+        if self.speculative or not any(done):  # several may have been accepted
             return
         self.last_column[np.array(list(done)) & (self.last_column == NEVER)] = column
 
     def take_back(self, column: int) -> None:
-        """Columns from `column` on were drafts that were rejected, and may be shown again."""
+        """Take back rejected drafts from `column` on."""
         self.frontier = min(self.frontier, column)
 
     def begin(self, column: int, n_rows: int) -> None:
-        """Begin at `column`, in `n_rows` rows, unless it was said before where to begin."""
+        """Begin at `column`, once."""
         if self.first_column < 0:
             self.first_column = self.frontier = column
             self.n_rows, self.last_column = n_rows, np.full(n_rows, NEVER)
 
     def missed(self, ids: Ints, ids_begin: int, column: int, mask: Ints | None) -> list[PlacedTokens]:
-        """Return the tokens before `column` that were run without being shown here, and go on after them.
-
-        The ids `[B, L]` begin at column `ids_begin`.
-        """
+        """Return unseen tokens before `column`, and continue there; ids `[B, L]` begin at `ids_begin`."""
         self.begin(0, len(ids))
         first, placed = self.frontier, []
         prompt = column if self.prompt_columns is None else self.prompt_columns
@@ -135,15 +129,12 @@ class SequenceColumns:
         return placed
 
     def place(self, forward: DecoderForward) -> list[PlacedTokens]:
-        """Return the tokens of this forward that no earlier one had, prompt before generated.
-
-        Raises `AlignmentError` where they would be a guess.
-        """
+        """Return a forward's new tokens, prompt first. Raises `AlignmentError`."""
         n_rows, width = forward.ids.shape
         self.begin(forward.start, n_rows)
         if n_rows != self.n_rows:
             raise AlignmentError(
-                f"a forward has {n_rows} rows, this generation began with {self.n_rows}: rows cannot be told apart"
+                f"a forward has {n_rows} rows, this generation began with {self.n_rows}: rows cannot be matched"
             )
         end = forward.start + width
         if forward.start > self.frontier or end <= self.frontier:
@@ -155,7 +146,7 @@ class SequenceColumns:
         ):
             raise AlignmentError(
                 f"attention mask of shape {forward.mask.shape} for {n_rows} rows that end at column {end}: padding"
-                " cannot be told apart"
+                " cannot be identified"
             )
         self._check_run_again(forward)
         limit = end if self.prompt_columns is None else max(self.frontier, min(end, self.prompt_columns))
@@ -185,7 +176,7 @@ class SequenceColumns:
         return placed
 
     def _generated(self, forward: DecoderForward, column: int, stop: int) -> PlacedTokens:
-        """Return the tokens of a generated column, of the rows that have not ended: a step, so in few operations."""
+        """Tokens of one generated column; runs at every step."""
         if stop - column > 1:
             raise AlignmentError(
                 f"{stop - column} generated columns in one forward: this decoding mode is not understood"
@@ -206,7 +197,7 @@ class SequenceColumns:
         return PlacedTokens(rows, np.full(len(rows), column), np.full(len(rows), at), forward.ids[rows, at], GENERATED)
 
     def _check_run_again(self, forward: DecoderForward) -> None:
-        """Raise where columns that were seen are run again under another mask: by now they have other states."""
+        """Raise if columns run again under another mask, with other hidden states."""
         seen = slice(max(self.first_column, 0), self.frontier)
         if forward.start >= self.frontier or seen.start >= seen.stop:
             return
@@ -218,5 +209,5 @@ class SequenceColumns:
             raise AlignmentError(
                 f"columns {forward.start}..{self.frontier - 1} are run again, and the attention mask hides other"
                 f" columns before {self.frontier} than when they were first run: which of their states are the tokens'"
-                " is unknown. Give the same mask each time, or begin anew"
+                " is unknown. Give the same mask each time, or start again"
             )

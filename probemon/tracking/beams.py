@@ -1,13 +1,11 @@
-"""Beams: which token each hidden state belongs to while beams are copied, reordered and dropped.
+"""Beams: follows beams while they are copied, reordered and dropped.
 
-    beams = Beams(n_beams=4, begin=12)                  # generated tokens begin at column 12 of the output
-    origin = beams.advance(ids, first_entry=24)         # before each forward: rows [B * n_beams] it comes from
-    beams.ended(ids, done)                              # what the stopping criteria said of the candidates
-    entries, n = beams.follow(b, generated_ids)         # afterwards: the entries of one returned sequence
-    beams.paths(sequences, n_rows, batches, entries)    # where all returned sequences stand in what was kept
+    beams = Beams(n_beams=4, begin=12)                  # generation begins at output column 12
+    origin = beams.advance(ids, first_entry=24)         # before each forward
+    beams.ended(ids, done)
+    entries, n = beams.follow(b, generated_ids)         # of a returned sequence
 
-A hypothesis is known by its tokens: whatever row it was computed in, a sequence of ids has one history. That needs
-no `beam_indices`, and holds without a cache too.
+A hypothesis is identified by its ids, without `beam_indices`.
 """
 
 from __future__ import annotations
@@ -28,7 +26,7 @@ Key = tuple[int, bytes]
 
 @dataclass
 class Beams:
-    """`running`: entry and row of each hypothesis of the newest forward. `children`: entries by parent and token."""
+    """`running`: entry and row of each hypothesis. `children`: entries by parent and token."""
 
     n_beams: int
     begin: int
@@ -37,9 +35,9 @@ class Beams:
     finished: set[Key] = field(default_factory=set)
 
     def advance(self, ids: Ints, first_entry: int) -> Ints:
-        """Return the row that each one's parent ran in, for `ids [B * n_beams, L]` whose last column is about to run.
+        """Return the parent rows of `ids [B * n_beams, L]`, whose last column runs next as entries `first_entry + i`.
 
-        Row i's new token becomes entry `first_entry + i`. Raises `AlignmentError` for a hypothesis without a parent.
+        Raises `AlignmentError` without a parent.
         """
         new: dict[Key, tuple[int, int]] = {}
         origin = np.zeros(len(ids), dtype=np.int64)
@@ -49,23 +47,23 @@ class Beams:
             if len(generated) == 1:
                 parent, origin[row] = root(b), b * self.n_beams
             else:
-                known = self.running.get((b, generated[:-1].tobytes()))
-                if known is None:
+                running_parent = self.running.get((b, generated[:-1].tobytes()))
+                if running_parent is None:
                     raise AlignmentError(f"beam {row} continues a sequence that no beam had: its history is unknown")
-                parent, origin[row] = known
+                parent, origin[row] = running_parent
             new[b, generated.tobytes()] = (first_entry + row, row)
             self.children[parent, int(generated[-1])] = first_entry + row
         self.running = new
         return origin
 
     def ended(self, ids: Ints, done: npt.NDArray[np.bool_], n_prompts: int) -> None:
-        """Mark candidates `[B * k, L]` that met a stopping criterion: what follows them in the output is padding."""
+        """Mark candidates `[B * k, L]` that met a stopping criterion."""
         each = len(ids) // n_prompts
         for i in np.flatnonzero(done).tolist():
             self.finished.add((i // each, np.ascontiguousarray(ids[i, self.begin :]).tobytes()))
 
     def follow(self, b: int, generated: Ints) -> tuple[list[int], int]:
-        """Return the entries of a returned sequence's tokens that ran, and how many of its tokens are no padding."""
+        """Return a returned sequence's entries, and its length without padding."""
         generated = np.ascontiguousarray(generated)
         n = next(
             (i for i in range(1, len(generated) + 1) if (b, generated[:i].tobytes()) in self.finished), len(generated)
@@ -81,9 +79,9 @@ class Beams:
     def paths(
         self, sequences: Ints, n_rows: int, batches: Sequence[PlacedTokens], entries: Sequence[Ints]
     ) -> Iterator[tuple[Ints, bool]]:
-        """Yield of each returned sequence where its tokens stand in the batches that ran, in order, and whether all do.
+        """Yield each returned sequence's indices into the joined batches, and whether they are complete.
 
-        `n_rows` ran in every forward; `entries`: those of each batch's tokens. Of a prompt, the first beam's are taken.
+        `n_rows` ran per forward; `entries`: by batch. Prompts are the first beam's.
         """
         rows = np.concatenate([batch.rows for batch in batches])
         prompt = np.concatenate([np.full(len(batch), batch.phase == PROMPT) for batch in batches])
@@ -92,11 +90,11 @@ class Beams:
         for number, sequence in enumerate(sequences):
             b = number // n_returned
             followed, _ = self.follow(b, sequence[self.begin :])
-            generated = [index_of[entry] for entry in followed if entry in index_of]  # one that is missing was unseen
+            generated = [index_of[entry] for entry in followed if entry in index_of]  # others were unseen
             begun = np.flatnonzero(prompt & (rows == b * self.n_beams))
             yield np.concatenate([begun, generated]).astype(np.int64), len(generated) == len(followed)
 
 
 def root(b: int) -> int:
-    """The entry that stands for prompt `b`."""
+    """The entry of prompt `b`."""
     return -1 - b

@@ -1,13 +1,10 @@
-"""Which row of an earlier cache each row of a cache goes on from, by what the two hold, bit for bit.
+"""Matches the rows of a cache to an earlier one, bit for bit.
 
-    held = CacheRows.of(cache)                     # after a forward: references, nothing is copied
-    CacheRows.of(cache).rows_of(held, 12, alike)   # [B]: row i's first 12 columns are those of that row of `held`
+    held = CacheRows.of(cache)                     # references only
+    CacheRows.of(cache).rows_of(held, 12, alike)   # [B]: the row of `held` with the same 12 columns
 
-Between two turns rows of a cache may be moved, repeated or dropped, and a cache may be copied, while ids and masks stay
-the same (of two pictures with one question, of adapters by row). Only the cache shows it. The deepest keys and values
-are compared: they are computed from what their row read, and in windows from the newest of it. Rows that are equal
-there and have other scores (of adapters in the last layer alone) cannot be told apart once they were moved, and are not
-known. A recurrent state shows nothing to compare: it has to be untouched (`CacheState`).
+Users may move, repeat, drop or copy rows between turns without a trace in ids and masks. The deepest keys and values
+depend on all that a row read. Equal rows with different scores are ambiguous. Recurrent states must be untouched.
 """
 
 from __future__ import annotations
@@ -35,11 +32,10 @@ from probemon.host.internals import (
 
 @dataclass(frozen=True, eq=False)
 class _Part:
-    """A tensor of a cache, with the place that it has there.
+    """A tensor of a cache.
 
-    - `first`: the first column that keys and values `[B, H, columns, D]` hold; None for a tensor `[B, ...]` that is
-      compared whole.
-    - `of_length`: whether it changes with every column, as recurrent states do.
+    - `first`: first column of keys and values `[B, H, columns, D]`; None to compare `[B, ...]` whole
+    - `of_length`: changes with every column
     """
 
     place: str
@@ -50,11 +46,10 @@ class _Part:
 
 @dataclass(frozen=True, eq=False)
 class CacheRows:
-    """What tells the rows of a cache apart, as it was at one time.
+    """The tensors that distinguish rows, at one time.
 
-    - `parts`: keys and values of the deepest layer that keeps every column; where windows or recurrent layers lie
-      deeper, also those of the deepest; in an encoder-decoder also what its deepest layer reads of the encoder.
-    - `writes`: how often each had been written in place. Torch counts no writes in inference mode.
+    - `parts`: of the deepest complete layer, deeper windows or recurrent states, and the encoder
+    - `writes`: in-place writes; not counted in inference mode
     """
 
     parts: tuple[_Part, ...]
@@ -62,14 +57,14 @@ class CacheRows:
 
     @classmethod
     def of(cls, cache: Any) -> CacheRows | None:
-        """Return what tells the rows of `cache` apart now; None if it does not show its keys and values."""
+        """Return the current tensors; None without accessible keys and values."""
         layers = cache_layers(decoder_cache(cache))
         parts = [part for at in _telling(layers) for part in _parts(layers[at], str(at))]
         if not parts:
             return None
         encoded = cache_layers(cross_attention_cache(cache))
-        if encoded and (kept := keys_and_values(encoded[-1])) is not None:
-            parts += [_Part(f"encoder {i}", tensor) for i, tensor in enumerate(kept)]
+        if encoded and (encoded_tensors := keys_and_values(encoded[-1])) is not None:
+            parts += [_Part(f"encoder {i}", tensor) for i, tensor in enumerate(encoded_tensors)]
         n_rows = len(parts[0].tensor)
         if layers and keys_and_values(layers[-1]) is None:
             recurrent = [one for one in tensors_of(layers[-1]) if one.dim() > 2 and len(one) == n_rows]
@@ -82,20 +77,19 @@ class CacheRows:
         return len(self.parts[0].tensor)
 
     def is_in_place(self, other: CacheRows) -> bool:
-        """Whether this is the memory of `other`, row by row: all of it, or a crop."""
+        """True for the memory of `other`, or a crop of it."""
         same_parts = len(self.parts) == len(other.parts) and self.n_rows == other.n_rows
         return same_parts and all(map(_is_same_memory, self.parts, other.parts))
 
     def rows_of(
         self, other: CacheRows, n_columns: int, alike: Callable[[int, int], bool], *, same_length: bool = True
     ) -> Ints | None:
-        """Return the row of `other` that each row `[B]` equals in the first `n_columns`; None if that is not known.
+        """Return the row of `other` that each row `[B]` equals in the first `n_columns`; None if unknown.
 
-        - `alike`: whether what was scored of two rows of `other` is the same. A row that equals several is the one with
-          its own number, else the first, and it is not known which if they are not alike.
-        - `same_length`: both hold just these columns; recurrent states are of all of them, and are compared only then.
+        - `alike`: True if two rows of `other` have the same scores, as equal rows must
+        - `same_length`: both hold exactly these columns; needed for recurrent states
 
-        Columns that one of the two does not hold are left out.
+        Columns missing in either are ignored.
         """
         places, theirs = ([part.place for part in one.parts] for one in (self, other))
         if places != theirs or tuple(write_marks([part.tensor for part in other.parts])) != other.writes:
@@ -110,7 +104,7 @@ class CacheRows:
             if mine.first is not None and its.first is not None:
                 first = max(mine.first, its.first)
                 end = min(n_columns, mine.first + one.shape[2], its.first + two.shape[2])
-                if end <= first and pairs:  # two windows that hold no column in common say nothing
+                if end <= first and pairs:  # disjoint windows
                     continue
                 one = one[:, :, first - mine.first : max(first, end) - mine.first]
                 two = two[:, :, first - its.first : max(first, end) - its.first]
@@ -122,37 +116,33 @@ class CacheRows:
 
 @dataclass(frozen=True, eq=False)
 class CacheState:
-    """All tensors of a cache that shows no keys and values (of recurrent layers, of quantised ones), and how often each
-    had been written in place: nothing of it can be compared later, but that it is untouched.
-    """
+    """The tensors of a cache without accessible keys and values."""
 
     tensors: tuple[Tensor, ...]
     writes: tuple[tuple[int, int], ...]
 
     @classmethod
     def of(cls, cache: Any) -> CacheState:
-        """Return what a cache holds now, by reference."""
+        """Return the current tensors, by reference."""
         tensors = tuple(tensor for layer in cache_layers(decoder_cache(cache)) for tensor in tensors_of(layer))
         return cls(tensors, tuple(write_marks(tensors)))
 
     @property
     def counts_writes(self) -> bool:
-        """Whether torch counts writes to all of its tensors: it does not in inference mode."""
+        """True if torch counts all writes; not in inference mode."""
         return bool(self.tensors) and not any(tensor.is_inference() for tensor in self.tensors)
 
     def is_untouched(self, cache: Any) -> bool:
-        """Whether a cache holds these tensors still, and none was written since, as far as torch counts."""
+        """True if no write was counted and no tensor replaced."""
         now = CacheState.of(cache)
         same = len(now.tensors) == len(self.tensors) and all(map(operator.is_, now.tensors, self.tensors))
         return same and now.writes == self.writes
 
 
 def _telling(layers: Sequence[Any]) -> list[int]:
-    """Return the numbers of the layers whose keys and values tell rows apart: the last that keeps every column, and the
-    last at all where that is deeper.
-    """
+    """The last complete layer, and a deeper last one."""
     deepest = list[int]()
-    for at in reversed(range(len(layers))):  # asked at every forward: it ends at the first that keeps every column
+    for at in reversed(range(len(layers))):  # every forward
         if keys_and_values(layers[at]) is None:
             continue
         if keeps_every_column(layers[at]):
@@ -162,19 +152,18 @@ def _telling(layers: Sequence[Any]) -> list[int]:
 
 
 def _parts(layer: Any, name: str) -> list[_Part]:
-    kept = keys_and_values(layer)
-    if kept is None:
+    tensors = keys_and_values(layer)
+    if tensors is None:
         return []
-    keys, values = kept
+    keys, values = tensors
     first = 0
-    if not keeps_every_column(layer):  # of a sliding window the newest columns are left
+    if not keeps_every_column(layer):  # the newest columns remain
         first = max(0, int(layer.get_seq_length()) - keys.shape[2])
     return [_Part(f"{name} keys", keys, first), _Part(f"{name} values", values, first)]
 
 
 def _equal_rows(pairs: list[tuple[Tensor, Tensor]], alike: Callable[[int, int], bool]) -> Ints | None:
-    """Return for each row of the first tensors the row of the second ones that equals it in all pairs."""
-    # The newest column is almost always enough to tell rows apart, so all of two rows is compared seldom.
+    # The newest column usually suffices.
     newest = np.ones((len(pairs[0][0]), len(pairs[0][1])), dtype=bool)
     for ours, theirs in pairs:
         newest &= (ours[:, None, :, -1] == theirs[None, :, :, -1]).flatten(2).all(dim=2).cpu().numpy()
@@ -194,6 +183,6 @@ def _equal_rows(pairs: list[tuple[Tensor, Tensor]], alike: Callable[[int, int], 
 
 
 def _is_same_memory(one: _Part, other: _Part) -> bool:
-    """Whether two tensors begin in one place and have the same strides: one may be a crop of the other."""
+    """True for equal address and strides: one may be a crop."""
     a, b = one.tensor, other.tensor
     return a.data_ptr() == b.data_ptr() and a.stride() == b.stride() and a.dtype == b.dtype

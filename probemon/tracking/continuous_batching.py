@@ -1,13 +1,12 @@
-"""ContinuousBatches: which request, and which of its columns, each token of a packed forward of continuous batching is.
+"""ContinuousBatches: assigns the tokens of packed forwards to requests.
 
     batches = ContinuousBatches(model, recordings, check_seen, take_stop, reports)
-    batches.shadow(stack, owner)                     # every manager that is opened from now on is followed
-    for generation, placed in batches.place(given):  # before a forward: given, the decoder's arguments
+    batches.shadow(stack, owner)                     # follow managers opened from now on
+    for generation, placed in batches.place(given):  # before a forward
         ...
 
-A packed forward has one row with the tokens of several requests behind one another. The manager of transformers says
-whose they are; what it says is compared with the forward's own tensors, and refused where the two differ. Only the
-newest of transformers' layouts of that manager is read.
+Several requests share one row. transformers' assignment is checked against the forward's tensors; only its newest
+layout is supported.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from probemon.errors import AlignmentError, NotSupportedDecoding
+from probemon.errors import AlignmentError, UnsupportedDecoding
 from probemon.host.internals import (
     attention_before_batches,
     batch_cache,
@@ -35,10 +34,10 @@ from probemon.host.internals import (
     is_warm_up,
     may_share_columns,
     parent_of,
+    patch_delivery,
     preempted_prompt_length,
     requests_in_batch,
     runs_in_this_thread,
-    shadow_delivery,
 )
 from probemon.tracking.align import DecoderForward, Ints, PlacedTokens, SequenceColumns
 from probemon.tracking.generate_call import GenerateCall
@@ -51,14 +50,14 @@ from probemon.util.shadow import Owner, shadow
 
 @dataclass
 class BatchRequest:
-    """A request that is followed. `state`: transformers' own, replaced when a request is preempted and run again."""
+    """A followed request. `state`: transformers' object, replaced after preemption."""
 
     generation: Generation
     prompt: list[int]
     state: Callable[[], Any] = lambda: None
 
     def follow(self, state: Any) -> None:
-        """Follow `state`, as which the request runs from now on."""
+        """Follow `state` from now on."""
         self.state = weakref.ref(state)
         self.generation.end_by(self._end)
 
@@ -69,12 +68,12 @@ class BatchRequest:
 
 
 class ContinuousBatches:
-    """Follows every manager opened while a run is attached.
+    """Follows managers opened while attached.
 
-    `recordings`: those of the run. `check_seen(recording, ids, 0, end, generation)`
-    is told that columns before `end` of ids `[1, L]` were run. `take_stop()`: whether a stop came before. `reports` is
-    told which requests end. `n_calls` of `generate_batch` run. `errors` of forwards: in a thread of transformers' they
-    would only fail the requests.
+    - `check_seen(recording, ids, 0, end, generation)`: columns before `end` of `ids [1, L]` were run
+    - `take_stop()`: True if a stop was requested before
+    - `n_calls`: running `generate_batch` calls
+    - `errors`: of forwards; transformers hides them
     """
 
     def __init__(
@@ -89,25 +88,25 @@ class ContinuousBatches:
         self._check_seen, self._take_stop = check_seen, take_stop
         self.n_calls, self._stack = 0, ExitStack()
         self.errors: list[BaseException] = []
-        # A manager and its cache go when its user lets go of them.
+        # weak: users may drop managers
         self._live: weakref.WeakKeyDictionary[Any, dict[str, BatchRequest]] = weakref.WeakKeyDictionary()
-        self._stop_new = False  # requests that wait to begin are to end with their first token
+        self._stop_new = False  # waiting requests end at once
         self._lock = threading.Lock()
 
     def shadow(self, stack: ExitStack, owner: Owner) -> None:
-        """Follow managers from now on, until `stack` is closed."""
+        """Follow managers until `stack` closes."""
         self._stack = stack.enter_context(ExitStack())
         shadow(stack, owner, self._model, "init_continuous_batching", partial(self._open, owner))
         shadow(stack, owner, self._model, "generate_batch", self._generate_batch)
 
     @property
     def open(self) -> bool:
-        """Whether a manager is followed."""
+        """True if a manager is followed."""
         return len(self._live) > 0
 
     @contextmanager
     def reporting(self) -> Iterator[None]:
-        """Keep an error for whoever waits for the requests."""
+        """Keep errors for the waiting caller."""
         try:
             yield
         except BaseException as error:
@@ -115,7 +114,7 @@ class ContinuousBatches:
             raise
 
     def stop(self) -> int:
-        """End every request that has begun, and of a `generate_batch` also those that wait; how many had begun."""
+        """End running and waiting requests; return the number running."""
         with self._lock:
             running = [request.generation for live in self._live.values() for request in list(live.values())]
             self._stop_new = self.n_calls > 0
@@ -127,10 +126,10 @@ class ContinuousBatches:
         manager = original(*args, **kwargs)
         try:
             if self._register(manager):
-                shadow_delivery(self._stack, owner, manager, partial(self._deliver, weakref.ref(manager)))
-        except NotSupportedDecoding:
+                patch_delivery(self._stack, owner, manager, partial(self._deliver, weakref.ref(manager)))
+        except UnsupportedDecoding:
             before = attention_before_batches(manager)
-            # Making a manager changes the host's attention; stopping one that never started does not undo it.
+            # Creating a manager changes the attention; stopping an unstarted one does not restore it.
             if before is not None:
                 self._model.set_attn_implementation(before)
             raise
@@ -148,12 +147,12 @@ class ContinuousBatches:
                 self.n_calls -= 1
                 self._stop_new = self._stop_new and self.n_calls > 0
         errors, self.errors = self.errors, []
-        if errors:  # transformers keeps what a hook raises to itself and fails the requests
+        if errors:  # transformers only fails the requests
             raise errors[0]
         return outputs
 
     def _deliver(self, manager: Callable[[], Any], original: Callable[..., Any], outputs: Sequence[Any]) -> Any:
-        """Check requests that end, in the thread of their manager: all but their last token has passed the taps."""
+        """Check ending requests: all but the last token must have passed the taps."""
         for generation, ids in self._end_requests(manager(), outputs):
             with suppress(AlignmentError), self.reporting():
                 self._check_seen(generation.recording, ids, 0, ids.shape[1] - 1, generation)
@@ -161,17 +160,14 @@ class ContinuousBatches:
         return original(outputs)
 
     def _register(self, manager: Any) -> bool:
-        """Follow a manager; False if it is followed already (a persistent one is handed out again).
-
-        Raises `NotSupportedDecoding` where forwards would not pass our hooks.
-        """
+        """Follow a manager; False if it is followed already. Raises `UnsupportedDecoding`."""
         if not can_follow_batches(manager):
-            raise NotSupportedDecoding(
+            raise UnsupportedDecoding(
                 "continuous batching of this version of transformers keeps its requests where we do not look: use a"
                 " newer one, or detach"
             )
         if compiles_batches(manager):
-            raise NotSupportedDecoding(
+            raise UnsupportedDecoding(
                 "continuous batching with CUDA graphs or compilation is not supported while probemon is attached: hooks"
                 " do not run in a replay. Give ContinuousBatchingConfig(use_cuda_graph=False) without compile configs,"
                 " or detach"
@@ -185,14 +181,14 @@ class ContinuousBatches:
         return True
 
     def place(self, given: Mapping[str, Any]) -> list[tuple[Generation, PlacedTokens]]:
-        """Return the new tokens of a packed forward, request by request; `given`: the arguments of the decoder.
+        """Return a packed forward's new tokens by request; `given`: the decoder's arguments.
 
-        Raises `NotSupportedDecoding` where its requests are unknown, `AlignmentError` where it does not hold them.
+        Raises `UnsupportedDecoding`, `AlignmentError`.
         """
         cache = given.get("cache")
         managers = [] if cache is None else [manager for manager in list(self._live) if batch_cache(manager) is cache]
         if len(managers) != 1:
-            raise NotSupportedDecoding(
+            raise UnsupportedDecoding(
                 "a packed forward of a continuous batching that was opened before probemon was attached: its requests"
                 " are unknown. Open it inside the with block, or detach"
             )
@@ -216,7 +212,7 @@ class ContinuousBatches:
                 f"a packed forward of {tuple(ids.shape)} tokens with bounds {lengths} does not hold the requests that"
                 f" transformers names, which end at {bounds[1:]}"
             )
-        # Copied at once: the manager writes the next batch into the same memory.
+        # The manager reuses this memory.
         token_ids, columns = (
             ids[0].detach().cpu().numpy().astype(np.int64),
             positions[0].detach().cpu().numpy().astype(np.int64),
@@ -224,7 +220,7 @@ class ContinuousBatches:
         self._close_cancelled(manager)
         placed_tokens = []
         for future, begin, end in zip(batch, bounds[:-1], bounds[1:], strict=True):
-            if begin < end and future.state.status.name != "FINISHED":  # prepared before it was known to end
+            if begin < end and future.state.status.name != "FINISHED":  # prepared before it ended
                 generation = self._request(manager, future.state).generation
                 segment = self._place_segment(
                     manager, generation, future.state, token_ids[begin:end], columns[begin:end], begin
@@ -233,13 +229,13 @@ class ContinuousBatches:
         return placed_tokens
 
     def _end_requests(self, manager: Any, outputs: Sequence[Any]) -> list[tuple[Generation, Ints]]:
-        """Stop following the requests that end with `outputs`: their generations, and their ids `[1, L]`."""
+        """Stop following ended requests; return their generations and ids `[1, L]`."""
         live, ended = self._live[manager], []
         for output in outputs:
             if output.error is not None or not output.is_finished():
                 continue
             request = live.pop(output.request_id, None)
-            # None: no forward of it was seen at all.
+            # None: no forward was seen
             generation = (
                 self._new_request(live, output.request_id, list(output.prompt_ids))
                 if request is None
@@ -251,10 +247,8 @@ class ContinuousBatches:
             ended.append((generation, ids))
         return ended
 
-    # -- inside ----------------------------------------------------------------------------------
-
     def _close_cancelled(self, manager: Any) -> None:
-        """Close requests that ended without an output: cancelled or failed, they are in no queue of the manager."""
+        """Close requests without output."""
         live = self._live[manager]
         for request_id in [name for name in live if has_left_queues(manager, name)]:
             recording = live.pop(request_id).generation.recording
@@ -263,16 +257,16 @@ class ContinuousBatches:
 
     def _request(self, manager: Any, state: Any) -> BatchRequest:
         live = self._live[manager]
-        known = live.get(state.request_id)
-        if known is not None and known.state() is state:
-            return known
+        followed = live.get(state.request_id)
+        if followed is not None and followed.state() is state:
+            return followed
         prompt_length = preempted_prompt_length(state)
-        if known is not None and prompt_length:
-            # Preempted: it runs again from its beginning, with what it had generated.
-            if state.initial_tokens[: len(known.prompt)] != known.prompt:
+        if followed is not None and prompt_length:
+            # Preempted: runs again with its generated tokens.
+            if state.initial_tokens[: len(followed.prompt)] != followed.prompt:
                 raise AlignmentError(f"request {state.request_id} runs again with another prompt than it began with")
-            known.follow(state)
-            return known
+            followed.follow(state)
+            return followed
         prompt = list(state.initial_tokens[: prompt_length or len(state.initial_tokens)])
         live[state.request_id] = BatchRequest(self._new_request(live, state.request_id, prompt), prompt)
         live[state.request_id].follow(state)
@@ -281,7 +275,7 @@ class ContinuousBatches:
     def _new_request(self, live: dict[str, BatchRequest], request_id: str, prompt: list[int]) -> Generation:
         parent_id = parent_of(request_id)
         parent = None if parent_id is None else live.get(parent_id)
-        # A fork begins where its parent had come to.
+        # A fork continues its parent.
         forked = parent.generation.recording if parent is not None and parent.prompt == prompt else None
         recording = self._recordings.new(
             SequenceColumns(len(prompt)),
@@ -297,21 +291,21 @@ class ContinuousBatches:
     ) -> list[PlacedTokens]:
         call, first = generation.recording.call, int(columns[0])
         sequence = [*state.initial_tokens, *state.generated_tokens]
-        known = sequence[first : first + len(ids)]
-        if columns.tolist() != list(range(first, first + len(ids))) or known != ids[: len(known)].tolist():
+        expected = sequence[first : first + len(ids)]
+        if columns.tolist() != list(range(first, first + len(ids))) or expected != ids[: len(expected)].tolist():
             raise AlignmentError(
                 f"request {state.request_id}: a packed forward has other tokens at columns {first}.. than the request"
             )
         if call.first_column >= 0 and first + len(ids) <= call.frontier:
-            return []  # run again after preemption: these have their scores
+            return []  # preempted, already scored
         if first > max(call.frontier, 0) and not (
             call.first_column < 0 and (may_share_columns(manager, first) or parent_of(state.request_id) is not None)
         ):
             self._check_seen(generation.recording, np.asarray([sequence]), 0, first, generation)
         assert call.prompt_columns is not None
         if first + len(ids) > call.prompt_columns:
-            call.ended([])  # requests end by themselves, and are not fed padding
-        # In the packed row, offsets count from the beginning of the segment.
+            call.ended([])  # requests are not padded
+        # Offsets in the packed row.
         return [placed.moved(begin) for placed in call.place(DecoderForward(first, ids[None], None))]
 
 

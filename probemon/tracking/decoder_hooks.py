@@ -1,13 +1,11 @@
-"""DecoderHooks: the hooks on one host's decoder, which recording each forward belongs to, and that none escapes.
+"""DecoderHooks: hooks on a decoder that assign forwards to recordings.
 
-    hooks = DecoderHooks(model, sites, n_probes, score)  # score(generation, recording, placed, states): called in order
+    hooks = DecoderHooks(model, sites, n_probes, score)  # score(generation, recording, placed, states)
     with ExitStack() as stack:
         hooks.attach(stack)
         model(input_ids)                                    # hooks.recordings.kept grows
 
-Before the decoder runs, the hooks place the tokens of the forward. At each tapped layer they copy out the hidden states
-of these, and at the last one begin to score them. After the decoder, a forward that escaped a tap is an error. State is
-kept per thread.
+A forward that bypasses a tap is an error. State is per thread.
 """
 
 from __future__ import annotations
@@ -24,7 +22,7 @@ import torch
 from torch import Tensor
 
 from probemon.core.scores import PROMPT, Gap
-from probemon.errors import AlignmentError, NotSupportedDecoding, NotSupportedHost
+from probemon.errors import AlignmentError, UnsupportedDecoding, UnsupportedModel
 from probemon.host.abilities import Abilities
 from probemon.host.adapters import rehearsal
 from probemon.host.cache import filled_cache, given_cache
@@ -45,23 +43,20 @@ from probemon.tracking.run_recordings import RunRecordings
 from probemon.tracking.source_reports import ForwardTime, SourceReports
 from probemon.tracking.watched_threads import WatchedThreads
 
-# ScoreTokens takes tokens in order, with their hidden states, or with the reason why these were not seen. It returns
-# what reports their scores, called at the end of the forward: with False to throw them away, where the states turned
-# out not to be the tokens'.
+# Takes tokens in order, with hidden states or why there are none. The result reports scores after the forward, or
+# discards them if called with False.
 Report = Callable[[bool], None]
 ScoreTokens = Callable[[Generation | None, Recording, PlacedTokens, States | str], Report | None]
 
 
 class DecoderHooks:
-    """Resolves everything when made; `open` while it is attached. Raises `NotSupportedHost`, `ConfigError`.
+    """Installs the hooks. Raises `UnsupportedModel`, `ConfigError`.
 
-    `score`: has tokens scored, see `ScoreTokens`.
-    `scores`: whether this process does; of several ranks only one does.
-    `report_gaps`: columns that were not seen are told to `reports` alone; without it they are an error, too.
-    `take_stop()`: whether a stop came while nothing ran.
-    `acts()`: whether rules or sinks wait for generated tokens, so that a loop that is not followed is an error.
-    `reports`: is told of forwards and gaps.
-    `threads`: whose forwards are watched.
+    - `score`: a `ScoreTokens`
+    - `scores`: True if this process scores
+    - `report_gaps`: report unseen columns without raising
+    - `take_stop()`: True if a stop was requested while nothing ran
+    - `acts()`: True if rules or sinks need generated tokens; an untracked decode loop is then an error
     """
 
     def __init__(
@@ -80,7 +75,7 @@ class DecoderHooks:
     ) -> None:
         self.model, self.scores, self.open, self._threads, self._reports = model, scores, False, threads, reports
         self.recordings = RunRecordings(model, n_probes)
-        self.seconds: deque[float] = deque(maxlen=10_000)  # spent in our hooks, one entry a forward of the host
+        self.seconds: deque[float] = deque(maxlen=10_000)  # per forward, in our hooks
         self.decoder, _ = find_layers(model)
         self._signature = list(inspect.signature(self.decoder.forward).parameters)
         self._sites, self._score, self._acts = [str(site) for site in sites], score, acts
@@ -95,21 +90,21 @@ class DecoderHooks:
         self.thread = ThreadState()
         self.batches = ContinuousBatches(model, self.recordings, self.check_seen, take_stop, reports)
         self._attached_at = 0
-        self.called = False  # whether this very model ran, or its generate()
-        self.n_gaps = 0  # how often forwards were found that the taps had not seen, reported or raised
+        self.called = False  # the model or its generate() ran
+        self.n_gaps = 0  # reported or raised
         self._placed: list[PlacedHook] = []
 
     def attach(self, stack: ExitStack) -> None:
-        """Put the hooks on until `stack` closes."""
+        """Install until `stack` closes."""
         forget_hook_free_graphs()
         forget_compiled(self.model)
         self._in_parts = bool(compiled_parts(self.model))
         self._attached_at = next(ORDER)
-        self.open = True  # before its shadows are there: another run that leaves takes away those of closed ones
+        self.open = True  # before the patches: detaching runs remove those of closed runs
         stack.callback(setattr, self, "open", False)
         stack.callback(forget_compiled, self.model)
         if self.scores:
-            # What opens a forward comes last: another thread may be in one meanwhile.
+            # The opening hook last: another thread may be in a forward.
             self._closing = self.decoder.register_forward_hook(self._bracket.unless(self._after_forward))
             stack.callback(self._closing.remove)
             failing = self.decoder.register_forward_hook(self._bracket.unless(self._after_any), always_call=True)
@@ -133,22 +128,19 @@ class DecoderHooks:
             self._bracket.shadow(stack, self, self.model, self.decoder)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        raise NotSupportedHost(
+        raise UnsupportedModel(
             "a watched model holds our hooks, so it cannot be copied, pickled or saved whole: do that outside the with"
             " block"
         )
 
     def faults(self) -> HookFaults:
-        """Return what is wrong with the hooks now, and with the place where they are; runs nothing."""
+        """Return the hooks' faults; runs nothing."""
         return find_faults(self, self.model, self.decoder, [*self._placed, *self._tap.placed])
 
     def check_seen(self, recording: Recording, ids: Any, ids_begin: int, end: int, generation: Generation) -> None:
-        """Raise, or by choice report a `Gap`, where columns before `end` have not passed the taps.
-
-        The ids `[B, L]` begin at column `ids_begin`.
-        """
+        """Raise, or report a `Gap`, if columns before `end` bypassed the taps; ids `[B, L]` begin at `ids_begin`."""
         call = recording.call
-        # Detached meanwhile, by another thread: the host's answer is whole, only ours is not, and run.result says so.
+        # After detaching, only our result is incomplete, and run.result says so.
         if not self.open or not self.scores or (call.frontier >= end and call.first_column >= 0):
             return
         sequences = ids.detach().cpu().numpy() if isinstance(ids, Tensor) else ids
@@ -163,7 +155,7 @@ class DecoderHooks:
             recording,
             call.frontier,
             end - 1,
-            f"{whose} is at column {end}, the taps saw {call.frontier}: the host ran forwards past our hooks "
+            f"{whose} is at column {end}, the taps saw {call.frontier}: the model ran forwards past our hooks "
             "(was it compiled before probemon was attached?), so nothing is reported",
             possible=recording.beams is None,
         )
@@ -171,7 +163,6 @@ class DecoderHooks:
             self.score_tokens(generation, recording, placed, GAP)
 
     def _report_unseen(self, recording: Recording, first: int, last: int, reason: str, possible: bool = True) -> None:
-        """Report a `Gap` of columns `first` to `last`, or raise where that was not asked for, or is not possible."""
         self.n_gaps += 1
         gap = Gap(recording.number, first, last, reason)
         self._reports.gap(gap)
@@ -191,7 +182,7 @@ class DecoderHooks:
         thread.inside = thread.has_run = self.called = True
         self.wait_for_step()
         if thread.generation is not None:
-            self.close_forward()  # the one before this one
+            self.close_forward()  # the previous one
             self.wait_for_step()
         early_states = thread.reset_forward()
         if self._rehearses is not None and self._rehearses():
@@ -199,16 +190,16 @@ class DecoderHooks:
         generation, foreign, thread.foreign = thread.generation, thread.foreign, False
         if foreign:
             self._threads.n_unwatched += 1
-            self.plain.tell_unwatched(thread)
+            self.plain.report_unwatched(thread)
             return
-        # Without kwargs, torch has half registered this hook, in another thread.
+        # Without kwargs, another thread is still registering the hook.
         if kwargs is None or not self._is_ours(generation):
             return
-        given = {**dict(zip(self._signature, args, strict=False)), **kwargs}
-        if given.get("cu_seq_lens_q") is not None:
-            self._open_packed(given)
+        arguments = {**dict(zip(self._signature, args, strict=False)), **kwargs}
+        if arguments.get("cu_seq_lens_q") is not None:
+            self._open_packed(arguments)
             early_states = {}
-        elif not self._open_forward(given, generation):
+        elif not self._open_forward(arguments, generation):
             return
         if (forward := thread.forward) is not None:
             for pending in forward.pending:
@@ -216,7 +207,7 @@ class DecoderHooks:
             forward.seconds, forward.began = time.perf_counter() - begin, begin
         for site, states in early_states.items():
             self._take_states(site, states)
-        if self._closing.id not in self.decoder._forward_hooks:  # nothing would tell us that this forward ended
+        if self._closing.id not in self.decoder._forward_hooks:  # its end would go unnoticed
             self.close_forward()
 
     def _refuse_padding(self, model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
@@ -224,56 +215,54 @@ class DecoderHooks:
             refuse_padding(model, args, kwargs)
 
     def _begin_compiled(self, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None) -> None:
-        """Begin a forward whose states compiled code writes to the buffers, whoever watches it."""
-        given = {**dict(zip(self._signature, args, strict=False)), **(kwargs or {})}
-        ids = given.get("input_ids")
-        shape = getattr(given.get("inputs_embeds") if ids is None else ids, "shape", ())[:2]
-        if len(shape) == 2 and given.get("cu_seq_lens_q") is None:
+        arguments = {**dict(zip(self._signature, args, strict=False)), **(kwargs or {})}
+        ids = arguments.get("input_ids")
+        shape = getattr(arguments.get("inputs_embeds") if ids is None else ids, "shape", ())[:2]
+        if len(shape) == 2 and arguments.get("cu_seq_lens_q") is None:
             self._tap.buffers.make_room(tuple(shape), self._width)
         else:
             self._tap.buffers.begin()
 
     def _is_ours(self, generation: Generation | None) -> bool:
-        """Whether a forward is to be watched: not a draft, and not what only another run follows."""
+        """True if watched: not a draft, and not only followed by another run."""
         if generation is not None:
             return not generation.drafting
         if not FOLLOWING.models[id(self.model)]:
             return True
         if self._acts() and FOLLOWING.begun[id(self.model)] > self._attached_at:
-            raise NotSupportedDecoding(
+            raise UnsupportedDecoding(
                 "another run follows this generation, and this one does not, so its rules would never fire and its"
                 " sinks hear nothing: look generate() up after both are attached, and open run.generating of both"
                 " for a loop by hand"
             )
         return False
 
-    def _open_packed(self, given: Mapping[str, Any]) -> None:
-        """Place the tokens of a forward of continuous batching."""
+    def _open_packed(self, arguments: Mapping[str, Any]) -> None:
         with self.batches.reporting():
-            packed = self.batches.place(given)
+            packed = self.batches.place(arguments)
         pending = [PendingTokens(generation, generation.recording, placed) for generation, placed in packed]
-        for one in pending:
-            one.recording.note_adapters()
-        self.thread.forward = OpenForward(tuple(given["input_ids"].shape), pending)
+        for tokens in pending:
+            tokens.recording.note_adapters()
+        self.thread.forward = OpenForward(tuple(arguments["input_ids"].shape), pending)
 
-    def _open_forward(self, given: Mapping[str, Any], generation: Generation | None) -> bool:
-        """Place the tokens of a forward; False where it is of a `generate()` that began before this run."""
+    def _open_forward(self, arguments: Mapping[str, Any], generation: Generation | None) -> bool:
+        """Place the tokens; False if their `generate()` began before this run."""
         thread = self.thread
-        forward, cache = read_forward(given, generation, self.decoder)
+        forward, cache = read_forward(arguments, generation, self.decoder)
         if generation is None and self.plain.is_of_another_head(thread, forward, cache):
             self._threads.n_unwatched += 1
             return False
-        held = given_cache(given)
+        used_cache = given_cache(arguments)
         if generation is None or generation.by_hand:
-            self._check_abilities(forward, given)
+            self._check_abilities(forward, arguments)
         if generation is None:
             recording = self.plain.document(forward, cache)
         else:
             if generation.by_hand and generation.recording.call.first_column < 0:
                 generation.begin_on(cache, forward.start)
             column, begins = min(generation.prompt.cached, forward.start), generation.recording.call.first_column < 0
-            if generation.by_hand and not begins and held is not None:
-                self.recordings.check_same_rows(held, generation.recording, forward.start)
+            if generation.by_hand and not begins and used_cache is not None:
+                self.recordings.check_same_rows(used_cache, generation.recording, forward.start)
             recording = self.recordings.begin(generation, column, len(forward.ids))
             if begins and forward.mask is not None:
                 recording.check_rows(forward.mask)
@@ -285,42 +274,42 @@ class DecoderHooks:
         if generation is not None and recording.beams is not None:
             placed = [generation.beam_tokens(part) for part in placed]
         pending = [PendingTokens(generation, recording, part) for part in placed]
-        thread.forward = OpenForward(forward.ids.shape, pending, recording, held)
-        if held is not None:
-            self.recordings.claim_cache(held, recording)
+        thread.forward = OpenForward(forward.ids.shape, pending, recording, used_cache)
+        if used_cache is not None:
+            self.recordings.claim_cache(used_cache, recording)
         return True
 
-    def _check_abilities(self, forward: DecoderForward, given: Mapping[str, Any]) -> None:
-        """Raise where the host cannot go on from a cache, or leave out padding, as this plain forward needs it to."""
+    def _check_abilities(self, forward: DecoderForward, arguments: Mapping[str, Any]) -> None:
+        """Raise if the model is wrong on this plain forward."""
         end = forward.start + forward.ids.shape[1]
-        mask = "" if given.get("attention_mask") is None else "masked"
+        mask = "" if arguments.get("attention_mask") is None else "masked"
         if forward.mask is not None:
-            given_mask = forward.mask[:, :end].astype(np.int8)
-            follows = np.diff(given_mask, axis=1) > 0  # a token that follows padding
+            columns = forward.mask[:, :end].astype(np.int8)
+            follows = np.diff(columns, axis=1) > 0  # a token after padding
             if follows.any():
-                mask = "gapped" if (given_mask[:, :-1].cumsum(axis=1)[follows] > 0).any() else "padded"
+                mask = "gapped" if (columns[:, :-1].cumsum(axis=1)[follows] > 0).any() else "padded"
         self.abilities.check_forward(
             used=forward.start > 0,
             several=forward.ids.shape[1] > 1,
-            positions=given.get("position_ids") is not None,
+            positions=arguments.get("position_ids") is not None,
             mask=mask,
             length=end,
         )
 
     def _take_states(self, site: str, hidden: Tensor) -> None:
-        """Copy out the states of the open forward's tokens at a site."""
+        """Copy the open forward's hidden states at a site."""
         if self._threads.one_thread and self._threads.in_other:
             return
         thread = self.thread
-        own = self._tap.own.get(site)
+        custom = self._tap.own.get(site)
         forward = thread.forward
         if forward is None:
-            if own is not None and own.early:
+            if custom is not None and custom.early:
                 thread.early_states[site] = hidden
-            elif own is None and not thread.inside:
+            elif custom is None and not thread.inside:
                 self._report_layer_alone(site)
             return
-        if not self._tap.stands(site):  # told at the end of the forward, as where the layer did not run
+        if not self._tap.stands(site):  # reported at the forward's end
             return
         begin = time.perf_counter()
         shape = forward.shape
@@ -329,24 +318,25 @@ class DecoderHooks:
                 self._forget_forward()
                 raise AlignmentError(ran_again(site))
             forward.seen_sites.add(site)
-            if own is not None and own.flat and hidden.shape[:2] == (1, shape[0] * shape[1]):
+            if custom is not None and custom.flat and hidden.shape[:2] == (1, shape[0] * shape[1]):
                 hidden = hidden.reshape(*shape, -1)
             try:
-                check_states(site, hidden, shape, self._width if own is None else own.width, floats=own is None)
-            except NotSupportedHost:
+                check_states(
+                    site, hidden, shape, self._width if custom is None else custom.width, floats=custom is None
+                )
+            except UnsupportedModel:
                 self._forget_forward()
                 raise
             for pending in forward.pending:
-                if hidden.shape[1] == 1 and pending.placed.rows.size == len(hidden):  # a token of every row
-                    pending.states[site] = hidden[:, 0].clone()  # a copy: the host may reuse its memory
+                if hidden.shape[1] == 1 and pending.placed.rows.size == len(hidden):  # all rows
+                    pending.states[site] = hidden[:, 0].clone()  # the model may reuse its memory
                     continue
                 rows, offsets = (
                     torch.from_numpy(x).to(hidden.device) for x in (pending.placed.rows, pending.placed.offsets)
                 )
                 pending.states[site] = hidden[rows, offsets]
-            # A device may begin now, beside the layers that are left. What it finds is reported once the forward has
-            # ended, since only then it is known that each site ran once; several batches of tokens begin with one
-            # another's retained sets.
+            # A device may start now. Results wait until each site is known to have run once; several batches depend on
+            # each other.
             if forward.recording is not None and len(forward.pending) == 1 and self._complete(forward):
                 self._score_pending(forward)
         forward.seconds += time.perf_counter() - begin
@@ -354,29 +344,27 @@ class DecoderHooks:
     def _report_layer_alone(self, site: str) -> None:
         thread = self.thread
         if self._threads.was_there and not thread.has_run and site not in thread.alone:
-            thread.alone.add(site)  # this thread may have been inside a forward when another one attached
+            thread.alone.add(site)  # may have been inside a forward at attach time
             return
-        # What a generation, or a batching manager, samples says which of its tokens were not seen.
+        # Generations and batches report unseen tokens when sampling.
         if thread.generation is None and not self.batches.open and self.plain.report_layer_alone(site):
             self._threads.layers_alone[site] += 1
 
     def _complete(self, forward: OpenForward) -> bool:
-        """Whether the tokens that wait have been seen at every site."""
         return all(len(pending.states) == len(self._sites) for pending in forward.pending)
 
     def _forget_forward(self) -> None:
-        """Of the open forward nothing is reported."""
         self.thread.forward = self.thread.ended = None
         self.wait_for_step(report=False)
 
     def _score_pending(self, forward: OpenForward, unseen: str = "") -> None:
-        """Have the tokens of a forward scored, or recorded with the reason why not; drafts wait."""
+        """Score or record a forward's tokens; drafts wait."""
         for pending in forward.pending:
             if pending.placed.draft and pending.generation is not None:
                 pending.generation.drafts.append((pending.placed, unseen or pending.states))
             else:
                 self.score_tokens(pending.generation, pending.recording, pending.placed, unseen or pending.states)
-            # Continuous batching has no criteria to stop at.
+            # Continuous batching has no stopping criteria.
             if pending.generation is not None and pending.generation.end is not None:
                 self.wait_for_step()
                 pending.generation.end_request()
@@ -385,28 +373,28 @@ class DecoderHooks:
     def score_tokens(
         self, generation: Generation | None, recording: Recording, placed: PlacedTokens, states: States | str
     ) -> None:
-        """Have tokens scored with their states, or recorded with the reason why there are none."""
+        """Score tokens, or record why they have no hidden states."""
         self.wait_for_step()  # its retained sets are what this one begins with
         self.thread.step = self._score(generation, recording, placed, states)
 
     def wait_for_step(self, report: bool = True) -> None:
-        """Wait for the scores that are under way, if there are any, and report them."""
+        """Wait for current scores and report them."""
         step, self.thread.step = self.thread.step, None
         if step is not None:
             step(report)
 
     def forget_thread(self) -> None:
-        """Forget the calling thread's generation, which has ended, however it did."""
+        """Forget this thread's generation."""
         self.thread.generation = None
         self._forward_failed()
 
     def close_forward(self) -> None:
-        """Score the tokens of the open forward, which has ended or will end unnoticed, or report them as unseen."""
+        """Score the open forward's tokens, or report them as unseen."""
         thread = self.thread
         forward = thread.forward or thread.ended
         if forward is None:
             return
-        if not self.open:  # detached meanwhile, by another thread
+        if not self.open:  # by another thread
             forward.pending = []
         if not forward.pending:
             return
@@ -416,16 +404,16 @@ class DecoderHooks:
                 self._score_pending(forward)
                 return
             unscored, missing = forward.pending, [site for site in self._sites if site not in forward.pending[0].states]
-            forward.pending = []  # told once, also where that raises
+            forward.pending = []  # report once, even if that raises
             for pending in unscored:
                 columns = pending.placed.columns
-                if not len(columns):  # padding alone
+                if not len(columns):  # padding
                     continue
                 self._report_unseen(
                     pending.recording,
                     int(columns.min()),
                     int(columns.max()),
-                    f"a forward of the host ended without reaching {missing}: our hook was removed, the layer was"
+                    f"a forward of the model ended without reaching {missing}: our hook was removed, the layer was"
                     " skipped or compiled, or another one was put in its place",
                 )
         forward.pending = unscored
@@ -434,16 +422,15 @@ class DecoderHooks:
     def _after_any(self, decoder: Any, args: tuple[Any, ...], output: Any) -> None:
         if self._threads.one_thread and self._threads.in_other:
             self._tap.buffers.abandon()
-        elif self.thread.inside:  # it raised: what follows one that ended has not run
+        elif self.thread.inside:  # it raised
             self._forward_failed()
 
     def _forward_failed(self) -> None:
-        """End the open forward, which raised: a layer that runs after it is none of its layers."""
         thread = self.thread
         thread.ended = thread.forward or thread.ended
         thread.inside, thread.forward, thread.early_states = False, None, {}
         self._tap.buffers.abandon()
-        if thread.generation is None:  # else what it has not seen is told when the next one begins
+        if thread.generation is None:  # else the next forward reports gaps
             thread.ended = None
             self.wait_for_step(report=False)
 

@@ -1,7 +1,4 @@
-"""What one forward of a decoder is going to run, read from its arguments: ids, columns and padding.
-
-forward, cache = read_forward(given, generation, decoder)   # raises NotSupportedDecoding where columns would be a guess
-"""
+"""Reads a decoder forward's ids, columns and padding from its arguments."""
 
 from __future__ import annotations
 
@@ -11,7 +8,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from probemon.errors import NotSupportedDecoding
+from probemon.errors import UnsupportedDecoding
 from probemon.host.cache import check_layers, n_cached
 from probemon.host.packed_rows import sequence_starts
 from probemon.tracking.align import DecoderForward, Ints
@@ -19,35 +16,34 @@ from probemon.tracking.generation import Generation
 
 
 def read_forward(given: Mapping[str, Any], generation: Generation | None, decoder: Any) -> tuple[DecoderForward, Any]:
-    """Return the forward that has the arguments `given`, by name, of a decoder, and its cache.
+    """Return the forward with arguments `given`, and its cache; `generation` is None for a plain forward.
 
-    `generation` is None for a plain forward. Raises `NotSupportedDecoding`, and `AlignmentError` for a cache on which a
-    forward was broken off.
+    Raises `UnsupportedDecoding`, or `AlignmentError` for the cache of an interrupted forward.
     """
     ids, cache = given.get("input_ids"), given.get("past_key_values")
-    if cache is not None and (generation is None or generation.by_hand):  # generate() is checked when it begins
+    if cache is not None and (generation is None or generation.by_hand):  # generate() was checked earlier
         check_layers(cache, decoder)
     start = 0 if cache is None else n_cached(cache, given)
     if ids is None:
         if generation is None or (generation.by_hand and generation.ids is None):
-            raise NotSupportedDecoding(
-                "a plain forward with inputs_embeds has no token ids to place: give input_ids (a host with images makes"
+            raise UnsupportedDecoding(
+                "a plain forward with inputs_embeds has no token ids to place: give input_ids (models with images make"
                 " embeddings of them by itself: use generate()), or detach"
             )
         ids = generation.ids_of_embeds(given["inputs_embeds"], start)
-    if given.get("cache_params") is not None:  # a recurrent state, which does not know how many tokens it has read
+    if given.get("cache_params") is not None:  # does not count its tokens
         if generation is None or (generation.ids is None and not generation.by_hand):
-            raise NotSupportedDecoding(
+            raise UnsupportedDecoding(
                 "a plain forward on a recurrent state does not say which tokens went before: use generate(), or no"
                 " cache"
             )
         if generation.prompt.n_beams > 1 and not hasattr(given["cache_params"], "reorder_cache"):
-            raise NotSupportedDecoding(
+            raise UnsupportedDecoding(
                 "beam search on a recurrent state is not supported with this version of transformers: it does not"
-                " reorder the state with its beams, so the host's own answer is wrong too. Upgrade transformers, or"
+                " reorder the state with its beams, so the model's own answer is wrong too. Upgrade transformers, or"
                 " use_cache=False"
             )
-        # Before the first token of a loop by hand, the state is taken to hold what the loop has shown.
+        # Before its first token, the state holds what the loop has shown.
         if generation.ids is None:
             start = max(0, generation.recording.call.frontier)
         else:
@@ -68,5 +64,5 @@ def _plain_mask(mask: Any) -> Ints | None:
     if mask is None:
         return None
     if not isinstance(mask, Tensor) or mask.dim() != 2:
-        raise NotSupportedDecoding("an attention mask that is not 2D hides which columns are padding: give a 2D one")
+        raise UnsupportedDecoding("an attention mask that is not 2D hides which columns are padding: give a 2D one")
     return np.asarray(mask.detach().cpu().numpy())

@@ -1,10 +1,9 @@
-"""What one call of `generate()` is going to do, read from its arguments before anything runs.
+"""Reads a `generate()` call's arguments before it runs.
 
-    prompt = read_call(model, args, kwargs)       # raises NotSupportedDecoding, by name, for what cannot be attributed
+    prompt = read_call(model, args, kwargs)
     prompt.columns, prompt.offset
 
-Greedy decoding and sampling are attributed exactly, with everything that does not change which column a
-forward computes. Every other mode is refused here: scores on the wrong row would be worse than none.
+Modes that cannot be attributed exactly are refused.
 """
 
 from __future__ import annotations
@@ -29,14 +28,14 @@ from transformers import (
 from transformers.generation import GenerationMixin
 from transformers.generation.configuration_utils import GenerationMode
 
-from probemon.errors import ConfigError, NotSupportedDecoding
+from probemon.errors import ConfigError, UnsupportedDecoding
 from probemon.host.cache import check_layers, counted_columns
 from probemon.host.internals import attention_kind, cache_layers, decoder_cache, generation_config, tensors_of
 from probemon.host.model import is_encoder_decoder
 from probemon.host.trials import CACHES
 
 LOG = logging.getLogger("probemon")
-_TOLD: weakref.WeakSet[Any] = weakref.WeakSet()  # models whose padding on the left was warned of
+_TOLD: weakref.WeakSet[Any] = weakref.WeakSet()  # warned of left padding
 _CACHES = (None, "dynamic", "dynamic_full", "offloaded", "static", "offloaded_static")
 _BEAMS = (GenerationMode.BEAM_SEARCH, GenerationMode.BEAM_SAMPLE)
 _MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE, GenerationMode.ASSISTED_GENERATION, *_BEAMS)
@@ -44,17 +43,17 @@ _MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE, GenerationMode.AS
 
 @dataclass(frozen=True)
 class GenerateCall:
-    """What is known of a call of `generate()` before it runs.
+    """A call of `generate()`.
 
-    `columns`: of the prompt, what is in the cache included.
-    `offset`: the column that is the first one in generate's output.
-    `speculative`: tokens are drafted several at a time and verified in one forward.
-    `chunked`: the prompt comes in pieces.
-    `n_beams`, `n_sequences`: rows that a prompt is searched with, and those returned for it.
-    `cache`, `cached`: what it came with, and how many columns are in it.
-    `ids [B, L]`: of the prompt, from column `offset` on, where part of it is in a cache and they were given.
-    `ways`: what the host must be able to do for it, of `probemon.host.trials.WAYS`.
-    `length`: columns there may be in the end.
+    - `columns`: of the prompt, cached ones included
+    - `offset`: the output's first column
+    - `speculative`: drafts run in one forward
+    - `chunked`: the prompt runs in pieces
+    - `n_beams`, `n_sequences`: searched and returned per prompt
+    - `cached`: columns in `cache`
+    - `ids [B, L]`: the prompt from `offset` on, if partly cached
+    - `ways`: required abilities (`probemon.host.trials.WAYS`)
+    - `length`: columns at most
     """
 
     columns: int
@@ -71,38 +70,38 @@ class GenerateCall:
 
 
 def read_call(model: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> GenerateCall:
-    """Read where the prompt of `model.generate(*args, **kwargs)` ends, and how it goes on.
+    """Read `model.generate(*args, **kwargs)`.
 
-    Raises `NotSupportedDecoding` for a mode that could not be attributed, `ConfigError` for an empty prompt, and
-    `AlignmentError` for a cache on which a forward was broken off.
+    Raises `UnsupportedDecoding`, `ConfigError` for an empty prompt, `AlignmentError` for an interrupted forward's
+    cache.
     """
     if type(model).generate is not GenerationMixin.generate:
-        raise NotSupportedDecoding(f"{type(model).__name__} has a generate() of its own: rows cannot be attributed")
+        raise UnsupportedDecoding(f"{type(model).__name__} has its own generate(): rows cannot be attributed")
     _refuse(
         "generate() while continuous batching runs on the model, whose attention it has changed,",
         attention_kind(model.config).startswith("paged"),
     )
     bound = inspect.signature(GenerationMixin.generate).bind(model, *args, **kwargs).arguments
     extra = bound.pop("kwargs", {})
-    given = {**bound, **extra}
-    _refuse("a generate recipe of one's own (custom_generate)", given.get("custom_generate") is not None)
-    _refuse("generation over several processes (synced_gpus)", bool(given.get("synced_gpus")))
+    arguments = {**bound, **extra}
+    _refuse("a custom generate recipe (custom_generate)", arguments.get("custom_generate") is not None)
+    _refuse("generation over several processes (synced_gpus)", bool(arguments.get("synced_gpus")))
     guided = any(
         isinstance(processor, UnbatchedClassifierFreeGuidanceLogitsProcessor)
-        for processor in given.get("logits_processor") or ()
+        for processor in arguments.get("logits_processor") or ()
     )
     _refuse(
-        "classifier-free guidance (UnbatchedClassifierFreeGuidanceLogitsProcessor), which runs the model on another"
-        " prompt beside,",
+        "classifier-free guidance (UnbatchedClassifierFreeGuidanceLogitsProcessor), which runs the model on a second"
+        " prompt,",
         guided,
     )
-    cache = given.get("past_key_values")
+    cache = arguments.get("past_key_values")
     allowed = EncoderDecoderCache if is_encoder_decoder(model) else (DynamicCache, StaticCache)
     _refuse(f"a cache of class {type(cache).__name__}", cache is not None and not isinstance(cache, allowed))
-    _refuse("continuous batching (cache_implementation='paged')", given.get("cache_implementation") == "paged")
+    _refuse("continuous batching (cache_implementation='paged')", arguments.get("cache_implementation") == "paged")
     check_layers(cache, model)
-    config = generation_config(model, given.get("generation_config"), extra)
-    mode = _check_config(config, given)
+    config = generation_config(model, arguments.get("generation_config"), extra)
+    mode = _check_config(config, arguments)
     options: dict[str, Any] = {
         "speculative": mode == GenerationMode.ASSISTED_GENERATION,
         "chunked": config.prefill_chunk_size is not None,
@@ -110,17 +109,16 @@ def read_call(model: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Gen
         "n_sequences": int(config.num_return_sequences or 1),
         "cached": counted_columns(cache),
         "cache": cache,
-        "ways": _ways(config, mode, given, is_encoder_decoder(model)),
-        "length": _length(config, given),
+        "ways": _ways(config, mode, arguments, is_encoder_decoder(model)),
+        "length": _length(config, arguments),
     }
     if is_encoder_decoder(model):
-        # transformers cuts the encoder's mask as if it were the decoder's: what the host then runs is not its own
-        # sequence.
+        # transformers cuts the encoder's mask by mistake.
         _refuse("chunked prefill of an encoder-decoder (prefill_chunk_size)", options["chunked"])
-        return GenerateCall(_decoder_columns(config, given), 0, **options)
-    ids = given.get("input_ids")
-    ids = given.get("inputs") if ids is None else ids
-    embeds, n_ids = given.get("inputs_embeds"), 0 if ids is None else int(ids.shape[-1])
+        return GenerateCall(_decoder_columns(config, arguments), 0, **options)
+    ids = arguments.get("input_ids")
+    ids = arguments.get("inputs") if ids is None else ids
+    embeds, n_ids = arguments.get("inputs_embeds"), 0 if ids is None else int(ids.shape[-1])
     if embeds is not None and embeds.shape[1] == 0:
         raise ConfigError(
             f"the prompt has zero length (inputs_embeds of shape {tuple(embeds.shape)}): give at least one token"
@@ -128,10 +126,10 @@ def read_call(model: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Gen
     if embeds is not None and n_ids == 0:
         return GenerateCall(
             int(embeds.shape[1]), int(embeds.shape[1]), **options
-        )  # the output holds only what is generated
-    _refuse(f"inputs_embeds beside {n_ids} input_ids", embeds is not None and embeds.shape[1] != n_ids)
-    if ids is None:  # generate starts from one beginning-of-sequence token
-        if embeds is None and given.get("attention_mask") is None and isinstance(config.bos_token_id, int):
+        )  # the output has generated tokens only
+    _refuse(f"inputs_embeds next to {n_ids} input_ids", embeds is not None and embeds.shape[1] != n_ids)
+    if ids is None:  # starts from a BOS token
+        if embeds is None and arguments.get("attention_mask") is None and isinstance(config.bos_token_id, int):
             _check_inferred(model, config, torch.tensor([[config.bos_token_id]]))
         return GenerateCall(1, 0, **options)
     width = int(ids.shape[-1])
@@ -140,7 +138,7 @@ def read_call(model: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Gen
             f"the prompt has zero length (input_ids of shape {tuple(ids.shape)}): give at least one token"
         )
     options["ids"] = ids if options["cached"] else None
-    mask = given.get("attention_mask")
+    mask = arguments.get("attention_mask")
     if mask is None:
         _check_inferred(model, config, ids)
     if mask is None or mask.dim() != 2:
@@ -154,9 +152,7 @@ def read_call(model: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Gen
 
 
 def _inferred_mask(model: Any, config: GenerationConfig, ids: Tensor) -> Tensor | None:
-    """Return the mask that transformers infers where none is given; None where it takes every token for text: where the
-    padding token ends sequences, too.
-    """
+    """Return transformers' inferred mask; None if it takes all for text."""
     pad, takes_mask = config.pad_token_id, "attention_mask" in inspect.signature(model.forward).parameters
     if not isinstance(pad, int) or pad in _ends(config) or ids.dim() != 2 or not takes_mask:
         return None
@@ -164,15 +160,12 @@ def _inferred_mask(model: Any, config: GenerationConfig, ids: Tensor) -> Tensor 
 
 
 def _ends(config: GenerationConfig) -> list[int]:
-    """Return the tokens that end a sequence."""
     ends = config.eos_token_id
     return list(ends) if isinstance(ends, (list, tuple)) else [] if ends is None else [ends]
 
 
 def _check_inferred(model: Any, config: GenerationConfig, ids: Tensor) -> None:
-    """Raise `ConfigError` for a row that the inferred mask leaves nothing of; warn, once for a model, of padding on the
-    left that is read as text.
-    """
+    """Raise `ConfigError` if the inferred mask hides a row; warn once if left padding is read as text."""
     mask = _inferred_mask(model, config, ids)
     if mask is not None:
         empty = (~mask.any(dim=1)).nonzero().flatten().tolist()
@@ -187,7 +180,7 @@ def _check_inferred(model: Any, config: GenerationConfig, ids: Tensor) -> None:
     if pad is None or ids.dim() != 2 or model in _TOLD:
         return
     n_leading = (ids == pad).long().cumprod(dim=1).sum(dim=1)
-    # One in every row is a text that begins so: the same token may begin a text, too.
+    # A single one in each row may be text.
     if bool((n_leading > 1).any()) or len(set(n_leading.tolist())) > 1:
         _TOLD.add(model)
         LOG.warning(
@@ -200,12 +193,12 @@ def _check_inferred(model: Any, config: GenerationConfig, ids: Tensor) -> None:
         )
 
 
-def _length(config: GenerationConfig, given: Mapping[str, Any]) -> int:
+def _length(config: GenerationConfig, arguments: Mapping[str, Any]) -> int:
     width = max(
         (
-            int(given[name].shape[1])
+            int(arguments[name].shape[1])
             for name in ("input_ids", "inputs", "inputs_embeds", "attention_mask")
-            if isinstance(given.get(name), Tensor)
+            if isinstance(arguments.get(name), Tensor)
         ),
         default=1,
     )
@@ -217,10 +210,14 @@ def _length(config: GenerationConfig, given: Mapping[str, Any]) -> int:
 
 
 def _ways(
-    config: GenerationConfig, mode: GenerationMode, given: Mapping[str, Any], encoder_decoder: bool
+    config: GenerationConfig, mode: GenerationMode, arguments: Mapping[str, Any], encoder_decoder: bool
 ) -> frozenset[str]:
-    """What the host must be able to do for the call; the mask of an encoder-decoder is of what it encodes."""
-    mask, ids, pad = given.get("attention_mask"), given.get("input_ids", given.get("inputs")), config.pad_token_id
+    """Required abilities; an encoder-decoder's mask is the encoder's."""
+    mask, ids, pad = (
+        arguments.get("attention_mask"),
+        arguments.get("input_ids", arguments.get("inputs")),
+        config.pad_token_id,
+    )
     if (
         mask is None
         and isinstance(ids, Tensor)
@@ -235,21 +232,21 @@ def _ways(
         gap = bool((~real & (real.cumsum(dim=1) > 0) & (real.flip(1).cumsum(dim=1).flip(1) > 0)).any())
         after = ((mask[:, -1] == 0) & (mask != 0).any(dim=1)).nonzero().flatten().tolist()
         if after:
-            raise NotSupportedDecoding(
+            raise UnsupportedDecoding(
                 f"the prompt of row {after[0]} ends in padding, and generate() would read its first token off the"
-                ' padding: the host\'s own answer is wrong. Pad on the left: tokenizer.padding_side = "left"'
+                ' padding: the model\'s own answer is wrong. Pad on the left: tokenizer.padding_side = "left"'
             )
-    of_decoder = _padding_of_decoder(config, given) if encoder_decoder else ""
+    decoder_way = _padding_of_decoder(config, arguments) if encoder_decoder else ""
     if config.use_cache is False:
-        without = {"padded, no cache": padded, "gap, no cache": gap, of_decoder: bool(of_decoder)}
+        without = {"padded, no cache": padded, "gap, no cache": gap, decoder_way: bool(decoder_way)}
         return frozenset(way for way, present in without.items() if present)
-    used = any(_is_used(given.get(name)) for name in CACHES)
-    static = "static" in str(config.cache_implementation) or isinstance(given.get("past_key_values"), StaticCache)
+    used = any(_is_used(arguments.get(name)) for name in CACHES)
+    static = "static" in str(config.cache_implementation) or isinstance(arguments.get("past_key_values"), StaticCache)
     needed = {
         "steps": not static,
         "static": static,
         "padded": padded,
-        of_decoder: bool(of_decoder),
+        decoder_way: bool(decoder_way),
         "gap": gap and not used,
         "turn, gap": gap and used,
         "beams": mode in _BEAMS,
@@ -260,9 +257,9 @@ def _ways(
     return frozenset(way for way, present in needed.items() if present)
 
 
-def _padding_of_decoder(config: GenerationConfig, given: Mapping[str, Any]) -> str:
-    """What an encoder-decoder must leave out of its decoder's prompt: the name of a way, or nothing."""
-    mask, ids = given.get("decoder_attention_mask"), given.get("decoder_input_ids")
+def _padding_of_decoder(config: GenerationConfig, arguments: Mapping[str, Any]) -> str:
+    """The way of a padded decoder prompt, or ""."""
+    mask, ids = arguments.get("decoder_attention_mask"), arguments.get("decoder_input_ids")
     if not isinstance(mask, Tensor) or mask.dim() != 2 or not bool((mask.diff(dim=1) > 0).any()):
         return ""
     starts = config.decoder_start_token_id if config.decoder_start_token_id is not None else config.bos_token_id
@@ -272,18 +269,18 @@ def _padding_of_decoder(config: GenerationConfig, given: Mapping[str, Any]) -> s
 
 
 def _is_used(cache: Any) -> bool:
-    """Whether a cache holds something; one whose layers are unknown does."""
+    """True for unknown layers too."""
     cache = decoder_cache(cache)
     if not isinstance(cache, Cache):
         return cache is not None
     return any(tensors_of(layer) for layer in cache_layers(cache))
 
 
-def _decoder_columns(config: GenerationConfig, given: Mapping[str, Any]) -> int:
-    """Columns of an encoder-decoder's prompt: a start token is put before `decoder_input_ids` where these lack it."""
-    ids = given.get("decoder_input_ids")
-    if ids is None and given.get("inputs") is not None:
-        ids = given.get("input_ids")  # beside inputs that are no ids, such as sound
+def _decoder_columns(config: GenerationConfig, arguments: Mapping[str, Any]) -> int:
+    """Columns of the decoder prompt; a missing start token is added."""
+    ids = arguments.get("decoder_input_ids")
+    if ids is None and arguments.get("inputs") is not None:
+        ids = arguments.get("input_ids")  # `inputs` may be sound
     if ids is None:
         return 1
     _refuse("a decoder_start_token_id for each row", isinstance(config.decoder_start_token_id, list))
@@ -291,8 +288,8 @@ def _decoder_columns(config: GenerationConfig, given: Mapping[str, Any]) -> int:
     return int(ids.shape[1]) + int(start is None or not bool((ids[:, 0] == start).any()))
 
 
-def _check_config(config: GenerationConfig, given: Mapping[str, Any]) -> GenerationMode:
-    mode = config.get_generation_mode(given.get("assistant_model"))
+def _check_config(config: GenerationConfig, arguments: Mapping[str, Any]) -> GenerationMode:
+    mode = config.get_generation_mode(arguments.get("assistant_model"))
     _refuse(f"{mode.value.replace('_', ' ')}", mode not in _MODES)
     guidance = config.guidance_scale
     _refuse("classifier-free guidance (guidance_scale)", guidance is not None and guidance != 1)
@@ -303,7 +300,7 @@ def _check_config(config: GenerationConfig, given: Mapping[str, Any]) -> Generat
 
 def _refuse(mode: str, present: bool) -> None:
     if present:
-        raise NotSupportedDecoding(
+        raise UnsupportedDecoding(
             f"{mode} is not supported while probemon is attached: which row and token a hidden state belongs to would"
             " be a guess. Use greedy decoding or sampling, or detach"
         )

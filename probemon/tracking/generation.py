@@ -1,10 +1,9 @@
-"""Generation: one `generate()` that is being followed, from its prompt to its last token.
+"""Generation: a followed `generate()`, from prompt to last token.
 
-generation = Generation(recording, prompt)
-generation.check_ids(forward)                       # the host runs the sequence's tokens at their own columns
-placed = generation.beam_tokens(placed)             # with beams: which row each one's history ran in
+generation.check_ids(forward)
+placed = generation.beam_tokens(placed)             # with beams
 generation.drafts.append((placed, states))          # proposed tokens wait ...
-for placed, states in generation.accepted(ids): ... # ... until the stopping criteria are shown the sequence
+for placed, states in generation.accepted(ids): ... # ... until they are accepted
 """
 
 from __future__ import annotations
@@ -36,27 +35,24 @@ States = dict[str, Tensor]
 
 @dataclass(eq=False)
 class Generation:
-    """One `generate()`, or one loop by hand, that is followed. It alone assigns its attributes.
+    """A followed `generate()` or hand loop. Only its methods assign attributes.
 
-    `ids`, `mask`: of the sequence up to the end of the next forward, `ids` from column `begin` on.
-
-    What is to end is said to `stop_all_rows`, `stop_row` and `raise_later`, and kept
-    in `stop [B]` (rows that an action stopped; empty before the first), `stop_all` and `raising`.
-
-    `stop_column`: the first column at which a "stop" or "raise" was met.
-    `scored_columns`, `blind_column`: columns before the first were scored, from the second on not all.
-    `on_failure`: called when `generate` raises.
-    `rule_states`: of each rule, by row, immutable values.
-    `origin`: with beams, the row that each row's history ran in before the newest forward.
-    `drafts`: hidden states (or why there are none) of tokens that were proposed and may be rejected.
-    `drafting`: the model is proposing tokens.
-    `prepared`: a forward was, since the criteria looked last.
-    `end`: of continuous batching, ends the request with the token that is sampled now.
-    `by_hand`: a loop of the user's.
-    `prompt_checked`: the first token was sampled, and what was run before is the prompt that was given.
-    `sampled`: a token was just now, and which rows it ended is not known yet.
-    `asked_of_prompt`: rules on the prompt were.
-    `beside`: what other runs, and this one, know of it.
+    - `ids`, `mask`: up to the end of the next forward; `ids` from column `begin` on
+    - `stop [B]` (maybe empty), `stop_all`, `raising`: requested ends
+    - `stop_column`: first column that met a "stop" or "raise"
+    - `scored_columns`, `blind_column`: end of the columns reached; first unscored one
+    - `on_failure`: called if `generate` raises
+    - `rule_states`: immutable, by rule and row
+    - `origin`: with beams, the row of each row's history
+    - `drafts`: proposed tokens, with hidden states or why there are none
+    - `drafting`: above 0 while tokens are proposed
+    - `prepared`: a forward was prepared since the last criteria
+    - `end`: ends a continuous batching request
+    - `by_hand`: a user's loop
+    - `prompt_checked`: the prompt ran as given
+    - `sampled`: a token was sampled, its ends are unknown
+    - `asked_of_prompt`: prompt rules ran
+    - `beside`: this generation in all runs
     """
 
     recording: Recording
@@ -84,12 +80,12 @@ class Generation:
     beside: Sequence[Generation] = ()
 
     def join(self, followed: list[Generation]) -> None:
-        """Join what other runs know of the generation that the calling thread is in."""
+        """Register with the other runs that follow this generation."""
         self.beside = followed
         followed.append(self)
 
     def prepare_forward(self, ids: Any, mask: Any) -> None:
-        """Take what `generate` is about to run: the sequence, or the next chunk of its prompt, and its mask, if any."""
+        """Take the sequence or prompt chunk that runs next, and its mask."""
         self.prepared = True
         before, new_ids = self.ids, ids.detach().cpu().numpy() if isinstance(ids, Tensor) else None
         self.ids, self.begin = new_ids, self.prompt.offset
@@ -100,15 +96,15 @@ class Generation:
         self.mask = mask.detach().cpu().numpy() if isinstance(mask, Tensor) else None
 
     def take_sampled(self, ids: Ints) -> None:
-        """Take the whole sequence `ids [B, L]` of a loop by hand, which has sampled a column."""
+        """Take a hand loop's sequence `ids [B, L]`."""
         self.ids, self.begin = ids, 0
 
     def begin_on(self, cache: Any, n_columns: int) -> None:
-        """Begin a loop by hand on a cache of so many columns."""
+        """Begin a hand loop on a cache."""
         self.prompt = dataclasses.replace(self.prompt, cached=n_columns, cache=cache)
 
     def extend_mask(self, mask: Ints | None, n_columns: int) -> Ints | None:
-        """Keep the mask of a forward of a loop by hand; where it has none, what was padding stays padding."""
+        """Keep a hand loop's mask; without one, extend the last by ones."""
         if mask is None and self.mask is not None:
             n_new = max(0, n_columns - self.mask.shape[1])
             mask = np.pad(self.mask, ((0, 0), (0, n_new)), constant_values=1)
@@ -117,7 +113,7 @@ class Generation:
 
     @contextmanager
     def proposing(self) -> Iterator[None]:
-        """While the block runs, the model proposes tokens to itself: nothing of that is in the output."""
+        """Context manager: forwards inside are drafts."""
         self.drafting += 1
         try:
             yield
@@ -126,19 +122,19 @@ class Generation:
             self.prepared = False
 
     def states_of_rule(self, number: int) -> dict[int, Any]:
-        """Return what a rule knows of each row; `Rule.observe` replaces the values."""
+        """Return a rule's state by row."""
         return self.rule_states.setdefault(number, {})
 
     def ids_of_embeds(self, embeds: Tensor, start: int) -> Tensor:
-        """Return the ids of embeddings `[B, T, D]` after `start` columns; -1 where `generate` does not know them."""
+        """Return the ids of embeddings `[B, T, D]` after `start` columns; -1 if unknown."""
         if self.ids is not None and start + embeds.shape[1] == self.ids.shape[1] + self.begin:
-            known = self.ids[:, max(0, start - self.begin) :]
-            if known.shape[1] == embeds.shape[1]:
-                return torch.from_numpy(known)
+            tail = self.ids[:, max(0, start - self.begin) :]
+            if tail.shape[1] == embeds.shape[1]:
+                return torch.from_numpy(tail)
         return torch.full(embeds.shape[:2], NO_ID, dtype=torch.int64, device="cpu")
 
     def check_prompt(self, n_columns: int) -> None:
-        """Raise where another prompt was run than `generate` was given; `n_columns`: those there are after a sample."""
+        """Raise if another prompt ran; `n_columns` includes the first sample."""
         expected = self.prompt.columns + 1
         if not self.prompt_checked and (n_columns < expected if self.prompt.speculative else n_columns != expected):
             raise AlignmentError(
@@ -150,7 +146,7 @@ class Generation:
         self.prompt_checked = True
 
     def mark_scored(self, placed: PlacedTokens, *, all_seen: bool) -> None:
-        """Note that `placed` have their scores, if they were `all_seen`."""
+        """Note that `placed` were scored, if `all_seen`."""
         if placed.phase == GENERATED:
             first = int(placed.columns[0] if len(placed) == 1 else placed.columns.min())
             if not all_seen or first > max(self.scored_columns, self.prompt.columns):
@@ -158,38 +154,36 @@ class Generation:
         self.scored_columns = int(placed.columns[0] if len(placed) == 1 else placed.columns.max()) + 1
 
     def showable_columns(self) -> int:
-        """Return the first column without a score, or at which a rule stopped: those before it may be shown."""
+        """Return the end of the columns that may be shown."""
         return min(
             column for column in (self.scored_columns, self.blind_column, self.stop_column) if column is not None
         )
 
     def check_ids(self, forward: DecoderForward) -> None:
-        """Raise where the host runs other tokens than those of the sequence at their own columns.
+        """Raise if tokens are not at their own columns.
 
-        With drafts on a used cache transformers does.
+        transformers does that with drafts on a used cache.
         """
         ids, begin = self.ids, self.begin
         if ids is None:
             return
         end = forward.start + forward.ids.shape[1]
-        # As lists: at every token one number is compared, for which numpy takes long.
+        # Lists, because numpy is slow for one number.
         if (
             ids.shape[1] + begin != end
             or ids[:, max(0, forward.start - begin) :].tolist()
             != forward.ids[:, max(0, begin - forward.start) :].tolist()
         ):
             raise AlignmentError(
-                f"the host runs {forward.ids.shape[1]} tokens after {forward.start} cached ones, for a sequence of"
+                f"the model runs {forward.ids.shape[1]} tokens after {forward.start} cached ones, for a sequence of"
                 f" {ids.shape[1] + begin}: these are not the sequence's tokens at their own places. Either something"
                 " runs the model inside generate() (a logits processor, a criterion, a callback): leave it out; or the"
-                " cache holds other columns than the sequence, so that the host's own answer is wrong too: start with"
+                " cache holds other columns than the sequence, so that the model's own answer is wrong too: start with"
                 " an empty one"
             )
 
     def beam_tokens(self, placed: PlacedTokens) -> PlacedTokens:
-        """Return what is scored: a prompt once, in the first of its beams, a generated token for every beam. All is
-        provisional, since no row of beams is one of the output.
-        """
+        """Return the tokens to score, provisional: a prompt once, in its first beam."""
         beams = self.recording.beams
         assert beams is not None and self.ids is not None
         placed = dataclasses.replace(placed, provisional=True)
@@ -203,31 +197,31 @@ class Generation:
         return placed
 
     def accepted(self, ids: Tensor) -> Iterator[tuple[PlacedTokens, States | str]]:
-        """Yield the drafts in the accepted sequence `ids [1, L]`, token by token; the others are forgotten."""
+        """Yield the accepted drafts of `ids [1, L]`, token by token."""
         call, offset = self.recording.call, self.recording.offset
-        kept = ids.detach().cpu().numpy()
-        last = offset + kept.shape[1] - 1  # the newest token comes from the logits: it was not run
+        output_ids = ids.detach().cpu().numpy()
+        last = offset + output_ids.shape[1] - 1  # the newest token was not run
         drafts, self.drafts, self.prepared = self.drafts, [], False
         for placed, states in drafts:
             for i in range(len(placed)):
                 column = int(placed.columns[i])
                 if column >= last:
                     break
-                if kept[0, column - offset] != placed.ids[i]:
+                if output_ids[0, column - offset] != placed.ids[i]:
                     raise AlignmentError(
                         f"column {column}: a draft had token {placed.ids[i]}, the sequence has"
-                        f" {kept[0, column - offset]}, yet it was kept"
+                        f" {output_ids[0, column - offset]}, yet it was kept"
                     )
                 token = dataclasses.replace(placed.take(np.array([i])), draft=False)
                 yield token, states if isinstance(states, str) else {site: h[i : i + 1] for site, h in states.items()}
         call.take_back(last)
 
     def mark_sampled(self) -> None:
-        """Note that a token was sampled; `ended` says next which rows end with it."""
+        """Note a sampled token."""
         self.sampled = True
 
     def ended(self, ids: Tensor, done: Tensor, pads: bool) -> None:
-        """Note what the stopping criteria said of `ids [B, L]`; `pads`: a row that ended is fed padding from now on."""
+        """Record the criteria's result for `ids [B, L]`; `pads`: ended rows are padded."""
         if not self.sampled:
             return
         self.sampled = False
@@ -238,46 +232,44 @@ class Generation:
             ends = []
         call.ended(ends if pads else [])
 
-    # -- what is to end --------------------------------------------------------------------------
-
     def stop_all_rows(self) -> None:
-        """End every row with the token that is sampled next."""
+        """End all rows at the next token."""
         self.stop_all = True
 
     def stop_row(self, row: int, column: int) -> None:
-        """End a row at its next token, for what was scored at `column`."""
+        """End a row at its next token, because of `column`."""
         self.hide_from(column)
         if not len(self.stop):
             self.stop = np.zeros(self.recording.call.n_rows, dtype=bool)
         self.stop[row] = True
 
     def raise_later(self, error: BaseException, column: int) -> None:
-        """End the generation at its next token with `error`, the first one, for what was scored at `column`."""
+        """Raise the first such error at the next token."""
         self.hide_from(column)
         if self.raising is None:
             self.raising = error
 
     def hide_from(self, column: int) -> None:
-        """Let no held streamer show anything from `column` on, of any run that follows the same generation."""
-        for one in (self, *self.beside):
-            one.hide_here_from(column)
+        """Hide columns from `column` on in all runs' held streamers."""
+        for generation in (self, *self.beside):
+            generation.hide_here_from(column)
 
     def hide_here_from(self, column: int) -> None:
-        """Let no held streamer of this run show anything from `column` on."""
+        """Hide them in this run's held streamers."""
         self.stop_column = column if self.stop_column is None else min(column, self.stop_column)
 
     def row_stops(self, row: int) -> bool:
-        """Whether this row is to end at its next token."""
+        """True if the row ends next."""
         return self.stop_all or bool(len(self.stop) and self.stop[row])
 
     def end_by(self, end: Callable[[], None]) -> None:
-        """Let `end` end the request with its next token: continuous batching has no criteria to stop at."""
+        """Set how to end a continuous batching request."""
         self.end = end
         if self.stopping:
             end()
 
     def end_request(self) -> None:
-        """End the request of continuous batching if it is to end, and raise what an action raises."""
+        """Raise a pending error, or end the request."""
         if self.raising is not None:
             raise self.raising
         if self.end is not None and self.stopping:
@@ -285,11 +277,11 @@ class Generation:
 
     @property
     def stopping(self) -> bool:
-        """Whether some row is to end at its next token."""
-        return self.stop_all or len(self.stop) > 0  # it is made for a row that stops
+        """True if any row ends next."""
+        return self.stop_all or len(self.stop) > 0  # created for the first stopped row
 
     def stopped(self, like: Tensor) -> Tensor:
-        """Return the rows that an action stopped, or `run.stop()`, as a mask like `like [B]`."""
+        """Return stopped rows as a mask like `like [B]`."""
         if self.stop_all:
             return torch.ones_like(like)
         return torch.from_numpy(self.stop).to(like.device) if len(self.stop) == len(like) else torch.zeros_like(like)
@@ -297,7 +289,7 @@ class Generation:
 
 @dataclass
 class PendingTokens:
-    """Tokens of the open forward, and their hidden states so far, by site."""
+    """Tokens of the open forward, with hidden states so far."""
 
     generation: Generation | None
     recording: Recording
@@ -306,9 +298,7 @@ class PendingTokens:
 
 
 class FollowedGenerations(threading.local):
-    """By model, how many runs follow the generation that this thread is in, what each knows of it, and when the newest
-    of them began.
-    """
+    """By model: number of runs, generations, and the newest begin."""
 
     def __init__(self) -> None:
         self.models: Counter[int] = Counter()
@@ -317,19 +307,18 @@ class FollowedGenerations(threading.local):
 
 
 FOLLOWING = FollowedGenerations()
-ORDER = itertools.count()  # of what begins in this process: runs that attach, generations
+ORDER = itertools.count()  # of runs and generations in this process
 
 
 @dataclass(slots=True)
 class OpenForward:
-    """A forward of the decoder that is watched, while it runs: its `shape`, rows by tokens, and what waits for it.
+    """A watched decoder forward of `shape` (rows, tokens) that runs.
 
-    `recording`: that it goes on with; None in continuous batching, where each request has its own.
-    `cache`: that it is given.
-    `pending`: its tokens, until they are reported.
-    `seen_sites`: those that it has run through.
-    `seconds`, `began`: how long it spent in our hooks, and when it began.
-    `n_tokens`: how many it runs of prompts, and generated ones.
+    - `recording`: None in continuous batching
+    - `pending`: tokens not reported yet
+    - `seen_sites`: sites that ran
+    - `seconds`, `began`: in our hooks; start time
+    - `n_tokens`: prompt, generated
     """
 
     shape: tuple[int, ...]
@@ -343,32 +332,31 @@ class OpenForward:
 
 
 class ThreadState(threading.local):
-    """What one thread is doing: its `generate()`, and the forward of the decoder that is open."""
+    """A thread's generation and open forward."""
 
     def __init__(self) -> None:
         self.generation: Generation | None = None
-        self.foreign = False  # the next forward is of a generate() that began before this run attached
-        self.unwatched: FrameType | None = None  # of a generate() that began before this run attached, once it is told
-        self.forward: OpenForward | None = None  # that is open and watched
-        self.ended: OpenForward | None = None  # that ended before its tokens were reported: they are, with the next one
-        self.early_states: States = {}  # of sites that run before the forward their output is of
-        self.inside = self.has_run = False  # whether a forward of the decoder is open, watched or not; has begun before
-        self.alone: set[str] = set()  # sites that ran before any forward began
-        self.step: Callable[[bool], None] | None = None  # reports scores that are under way, or throws them away
+        self.foreign = False  # the next forward is from before attaching
+        self.unwatched: FrameType | None = None  # from before attaching, already reported
+        self.forward: OpenForward | None = None
+        self.ended: OpenForward | None = None  # ended, not reported yet
+        self.early_states: States = {}  # of sites that run before their forward
+        self.inside = self.has_run = False  # in any forward; one has begun
+        self.alone: set[str] = set()  # sites that ran before any forward
+        self.step: Callable[[bool], None] | None = None  # reports or discards scores
 
     def reset_forward(self) -> States:
-        """Forget the forward that was open; return the states of sites that ran before the one that opens now."""
+        """Forget the open forward; return the early states."""
         self.forward = self.ended = None
         early_states, self.early_states = self.early_states, {}
         return early_states
 
 
 class FollowedCriteria(StoppingCriteriaList):
-    """Ask generate's own criteria, and say what they answer to those who follow it.
+    """Stopping criteria that report to the runs that follow.
 
-    `sampled(ids, done)` is given the rows that have ended, and may end more. `ended(ids, done, pads)` is given those
-    that have in the end. The criteria of a run are around those of the runs that were attached before it, and what one
-    of them ends has ended for all.
+    `sampled(ids, done)` gets the ended rows and may end more; `ended(ids, done, pads)` gets the result. Later runs wrap
+    earlier ones; a row that one ends has ended for all.
     """
 
     def __init__(
@@ -382,7 +370,7 @@ class FollowedCriteria(StoppingCriteriaList):
 
     def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Any:
         done = self._ask(input_ids, scores, kwargs)
-        # generate pads rows that ended exactly where one of its criteria knows the end-of-sequence token.
+        # generate pads only if a criterion knows the end-of-sequence token.
         pads = any(hasattr(criterion, "eos_token_id") for criterion in self)
         criteria: Any = self
         while isinstance(criteria, FollowedCriteria):
@@ -390,9 +378,9 @@ class FollowedCriteria(StoppingCriteriaList):
             criteria = criteria._inner
         return done
 
-    def _ask(self, ids: Tensor, scores: Any, more: dict[str, Any]) -> Tensor:
+    def _ask(self, ids: Tensor, scores: Any, options: dict[str, Any]) -> Tensor:
         inner = self._inner
         done: Tensor = (
-            inner._ask(ids, scores, more) if isinstance(inner, FollowedCriteria) else inner(ids, scores, **more)
+            inner._ask(ids, scores, options) if isinstance(inner, FollowedCriteria) else inner(ids, scores, **options)
         )
         return self._sampled(ids, done)

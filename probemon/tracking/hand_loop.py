@@ -1,4 +1,4 @@
-"""A decode loop of one's own, followed as `generate()` is: prompt, generated tokens, rows that end, rules, stops.
+"""A hand-written decode loop, followed like `generate()`.
 
 with run.generating(from_column=ids.shape[1]) as loop:
     out = model(ids, past_key_values=cache)
@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from probemon.errors import AlignmentError, ConfigError, NotSupportedDecoding
+from probemon.errors import AlignmentError, ConfigError, UnsupportedDecoding
 from probemon.host.internals import generates_of_thread
 from probemon.tracking.generation import Generation
 
@@ -28,21 +28,19 @@ Sampled = Callable[[Generation, Tensor, Tensor, bool], Tensor]
 
 
 class HandLoop:
-    """Tells the run what a loop samples. `run.generating` makes it, for the thread that opened it."""
+    """Reports samples to the run; made by `run.generating`."""
 
     def __init__(self, generation: Generation, sampled: Sampled, current: Callable[[], Generation | None]) -> None:
         self._generation, self._sampled, self._current = generation, sampled, current
-        self.ids: Tensor | None = None  # what `sampled` was given last
+        self.ids: Tensor | None = None  # last argument of `sampled`
         self._ended: Tensor | None = None
 
     def sampled(self, ids: Tensor, ended: Tensor | None = None) -> Tensor:
-        """Take the whole sequence `ids [B, L]`, its last column just sampled; return the rows `[B]` (bool) that end.
+        """Take the sequence `ids [B, L]` after each sample; return the rows that end, bool `[B]`.
 
-        Call it once for each new column, before the forward that runs it. `ended [B]`: rows whose last token this is,
-        by the loop's own rule. Rows that an action, or `run.stop()`, stopped are in what is returned too. After its end
-        a row is padding, and not scored. When it returns, tokens of the forwards so far have their scores, and rules
-        have been asked. Raises `ConceptRaised` for the action "raise", `AlignmentError` where `ids` do not go on by one
-        column.
+        Call it before the next forward. `ended [B]`: the loop's own ends; stopped rows are added. Scores and rules of
+        earlier forwards are complete on return. Raises `ConceptRaised` for the action "raise", `AlignmentError` unless
+        `ids` grow by one column.
         """
         generation, previous = self._generation, self.ids
         if self._current() is not generation:
@@ -62,7 +60,7 @@ class HandLoop:
                 " each new column, with the whole sequence"
             )
         if previous is not None and not torch.equal(ids[:, :-1], previous):
-            raise NotSupportedDecoding(
+            raise UnsupportedDecoding(
                 "a row goes on from another sequence than it had (beams, or tokens that were edited): which token a"
                 " hidden state belongs to would be a guess. Generate with num_beams in generate(), which is followed"
             )
@@ -82,7 +80,7 @@ class HandLoop:
 
 
 def generate_around(decoder: nn.Module) -> tuple[FrameType, Any] | None:
-    """Return the frame and the model of the `generate()` of `decoder` that the calling thread is in, or None."""
+    """Return frame and model of this thread's `generate()` with `decoder`, or None."""
     for frame, model in generates_of_thread():
         if any(module is decoder for module in model.modules()):
             return frame, model
@@ -90,7 +88,7 @@ def generate_around(decoder: nn.Module) -> tuple[FrameType, Any] | None:
 
 
 def described(value: Any) -> str:
-    """Describe what was given where ids were expected, for an error."""
+    """Describe a value for an error."""
     return (
         f"a tensor {value.dtype} of shape {tuple(value.shape)} on {value.device.type}"
         if isinstance(value, Tensor)

@@ -1,11 +1,10 @@
-"""HeldStreamer: a streamer that shows a token once its own score is known, so that a stop hides what caused it.
+"""HeldStreamer: shows a token only after its own score, so that a stop hides its cause.
 
     streamer = run.hold(TextStreamer(tokenizer))
     model.generate(**inputs, streamer=streamer)
-    streamer.withheld                       # ids that were generated and not shown
+    streamer.withheld                       # generated ids that were not shown
 
-A token's score comes with the forward that reads it, one step after it was sampled. The last token generated is never
-read, so it is never shown, unless `show_last` asks for it.
+The last token is never scored, and only `show_last` shows it.
 """
 
 from __future__ import annotations
@@ -24,17 +23,17 @@ LOG = logging.getLogger("probemon")
 
 
 class HeldStreamer(BaseStreamer):
-    """Stands between `generate` and the user's own streamer, for one sequence, as every streamer of transformers."""
+    """Wraps the user's streamer; one sequence."""
 
     def __init__(self, streamer: Any, current: Callable[[], Generation | None], show_last: bool) -> None:
         self._streamer, self._current, self._show_last = streamer, current, show_last
         self._generation: Generation | None = None
         self._waiting: list[Tensor] = []
-        self._column = 0  # of the first token that waits
+        self._column = 0  # of the first waiting token
         self.withheld: list[int] = []
 
     def put(self, value: Tensor) -> None:
-        """Take the prompt first, then tokens as they are generated."""
+        """Take the prompt, then tokens."""
         generation = self._current()
         if generation is None:
             raise ConfigError(
@@ -62,7 +61,7 @@ class HeldStreamer(BaseStreamer):
         self._show(generation)
 
     def end(self) -> None:
-        """Show what is scored and no more: `generate` is done."""
+        """Show scored tokens, and end."""
         generation = self._generation
         if generation is None:
             raise ConfigError("a held streamer ends after it was given a prompt: this one was given nothing")
@@ -83,11 +82,11 @@ class HeldStreamer(BaseStreamer):
         self._waiting = []
 
     def failed(self) -> None:
-        """End the inner streamer, whose reader must not wait for ever: `generate` raises, or was refused."""
+        """End the inner streamer, whose reader would wait for ever."""
         self._keep_back()
         try:
             self._streamer.end()
-        except Exception:  # what generate() raised is what counts
+        except Exception:  # generate()'s error matters more
             LOG.exception("%s.end() failed", type(self._streamer).__name__)
 
     def _show(self, generation: Generation) -> None:

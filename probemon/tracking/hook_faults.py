@@ -1,8 +1,8 @@
-"""What became of the hooks on a host while it was watched, found without running it.
+"""Faults of installed hooks, found without running the model.
 
 faults = find_faults(owner, model, decoder, placed)
-faults.lost        # why something is not seen any more
-faults.doubts      # why something may be seen that the host does not go on with
+faults.lost        # no longer seen
+faults.doubts      # may differ from the model's values
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _OF_A_LAYER = ("resid_post", "attn_out", "mlp_out")
 
 @dataclass(frozen=True)
 class HookFaults:
-    """`n_hooks` were looked at; each text says of one place what is wrong there."""
+    """`n_hooks` checked; each text is one fault."""
 
     n_hooks: int = 0
     lost: tuple[str, ...] = ()
@@ -30,7 +30,7 @@ class HookFaults:
 
 
 def find_faults(owner: Owner, model: Any, decoder: nn.Module, placed: Sequence[PlacedHook]) -> HookFaults:
-    """Look at the hooks of `owner` on a host, at the modules that they are on, and at its `generate`."""
+    """Check hooks of `owner`, their modules, and `generate`."""
     lost = [text for hook in placed if (text := hook.lost())]
     doubts = [text for hook in placed if (text := hook.doubt())]
     lost += _moved(model, decoder, [hook for hook in placed if hook.reads]) if placed else []
@@ -43,7 +43,7 @@ def find_faults(owner: Owner, model: Any, decoder: nn.Module, placed: Sequence[P
 
 
 def _moved(model: Any, decoder: nn.Module, taps: Sequence[PlacedHook]) -> list[str]:
-    """Return which taps are on modules that the model does not have at their sites any more."""
+    """Return taps on modules that left their sites."""
     try:
         decoder_now, layers = find_layers(model)
         if decoder_now is not decoder:
@@ -53,5 +53,5 @@ def _moved(model: Any, decoder: nn.Module, taps: Sequence[PlacedHook]) -> list[s
             for tap in taps
             if tap.what.split(".")[0] in _OF_A_LAYER and site_module(layers, tap.what) is not tap.module
         ]
-    except Exception as error:  # of every kind: the model was taken apart
+    except Exception as error:  # the model was taken apart
         return [f"the layers are no longer where our hooks are: {error}"]

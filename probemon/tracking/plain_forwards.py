@@ -1,11 +1,9 @@
-"""Forwards outside of a `generate()` that is followed: documents, loops by hand, heads that are not watched.
+"""Plain forwards, outside of a followed `generate()`.
 
-    plain = PlainForwards(model, decoder, recordings, acts)
-    plain.is_of_another_head(thread, forward, cache)    # a generate() of another model around the same decoder
-    recording = plain.document(forward, cache)          # what is shown by a forward that nobody generates with
-    plain.report_layer_alone("resid_post.3")            # a layer ran, and no forward of the decoder is open
-
-What a run cannot attribute is an error here, or a warning where nobody waits for generated tokens.
+plain = PlainForwards(model, decoder, recordings, acts)
+plain.is_of_another_head(thread, forward, cache)    # another model's generate()
+recording = plain.document(forward, cache)
+plain.report_layer_alone("resid_post.3")            # a layer ran outside of a forward
 """
 
 from __future__ import annotations
@@ -22,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from probemon.errors import NotSupportedDecoding
+from probemon.errors import UnsupportedDecoding
 from probemon.host.internals import in_backward
 from probemon.tracking.align import DecoderForward, Ints
 from probemon.tracking.generation import ThreadState
@@ -34,14 +32,14 @@ LOG = logging.getLogger("probemon")
 
 
 class _Shown(threading.local):
-    """The ids of the newest plain forwards of a thread."""
+    """A thread's newest ids."""
 
     def __init__(self) -> None:
         self.newest: deque[Ints] = deque(maxlen=8)
 
 
 class PlainForwards:
-    """`acts()`: whether rules or sinks wait for generated tokens, so that a loop that is not followed is an error."""
+    """`acts()`: True if rules or sinks need generated tokens; an untracked decode loop is then an error."""
 
     def __init__(
         self, model: Any, decoder: torch.nn.Module, recordings: RunRecordings, acts: Callable[[], bool]
@@ -50,27 +48,26 @@ class PlainForwards:
         self._shown, self._warned = _Shown(), False
 
     def is_of_another_head(self, thread: ThreadState, forward: DecoderForward, cache: Any) -> bool:
-        """Whether a plain forward is of a `generate()` that was under way when we came; of any other it is an error."""
+        """True for a `generate()` from before attaching; raises for a later one."""
         around = generate_around(self._decoder)
         if around is None:
             thread.unwatched = None
             return False
         frame, owner = around
-        # One that begins shows its prompt first; what is first seen at a later token of a cache that we do not know had
-        # begun.
+        # A new one shows its prompt first.
         if frame is not thread.unwatched and (
             forward.start == 0 or forward.ids.shape[1] > 1 or self._known(forward, cache) is not None
         ):
-            raise NotSupportedDecoding(
+            raise UnsupportedDecoding(
                 f"generate() of {type(owner).__name__} runs the decoder that is watched, but this run is attached"
                 f" to {type(self._model).__name__}: which tokens are generated, and where rows end, is unknown"
                 " here, and rules would never fire. Attach to the very model whose generate() is called"
             )
-        self.tell_unwatched(thread, around)
+        self.report_unwatched(thread, around)
         return True
 
-    def tell_unwatched(self, thread: ThreadState, around: tuple[FrameType, Any] | None = None) -> None:
-        """Log, once for each, that the `generate()` around is not watched: looked for where it is not given."""
+    def report_unwatched(self, thread: ThreadState, around: tuple[FrameType, Any] | None = None) -> None:
+        """Warn once that the surrounding `generate()` is not watched."""
         around = around or generate_around(self._decoder)
         if around is None or around[0] is thread.unwatched:
             return
@@ -82,15 +79,15 @@ class PlainForwards:
         )
 
     def document(self, forward: DecoderForward, cache: Any) -> Recording:
-        """The recording that a plain forward goes on with.
+        """Return the recording that a plain forward continues.
 
-        Raises `NotSupportedDecoding` for a step of a decode loop that nobody follows, where rules or sinks wait.
+        Raises `UnsupportedDecoding` for an untracked decode step, if `acts()`.
         """
         if self._acts() and self._decodes(forward):
-            raise NotSupportedDecoding(
+            raise UnsupportedDecoding(
                 "a plain forward runs one more token of a sequence, as a decode loop by hand does, and nothing says"
-                " that it was generated: rules would never fire and sinks be told of a prompt. Put the loop into `with"
-                " run.generating(from_column=...) as loop:` and tell it what was sampled"
+                " that it was generated: rules would never fire and sinks would get a prompt. Put the loop into `with"
+                " run.generating(from_column=...) as loop:` and pass it what was sampled"
             )
         return self._recordings.document(self._known(forward, cache), forward.start, len(forward.ids))
 
@@ -98,9 +95,7 @@ class PlainForwards:
         return self._recordings.of_cache(cache, forward.start)
 
     def _decodes(self, forward: DecoderForward) -> bool:
-        """Whether a plain forward looks like a step of a decode loop: one column after those of a cache, or of a
-        forward not long before it.
-        """
+        """True for one more column than a cache or a recent forward."""
         if forward.start > 0:
             return forward.ids.shape[1] == 1
         decodes = any(_continues(forward.ids, before) for before in self._shown.newest)
@@ -108,40 +103,38 @@ class PlainForwards:
         return decodes
 
     def report_layer_alone(self, site: str) -> bool:
-        """A layer ran, and no forward of the decoder is open: an error where rules or sinks wait, else a warning.
-        Return whether it ran tokens.
-        """
-        if in_backward():  # gradient checkpointing runs layers again: no new token
+        """Warn, or raise if `acts()`, about a lone layer; return True if it ran tokens."""
+        if in_backward():  # gradient checkpointing
             return False
-        what = (
+        message = (
             f"the layer of {site} ran outside of a forward of {type(self._decoder).__name__}, and its tokens are not"
             " watched: something calls .forward() of the decoder, or another model has the same layers. Call the model"
             " itself, and attach to the one that is called"
         )
         if self._acts():
-            raise NotSupportedDecoding(f"{what}. Rules would never fire and sinks hear nothing")
+            raise UnsupportedDecoding(f"{message}. Rules would never fire and sinks hear nothing")
         if not self._warned:
             self._warned = True
-            LOG.warning(what)
+            LOG.warning(message)
         return True
 
 
 def refuse_padding(model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    """Before a host whose decoder is not told of a mask: what it hides would be read, and scored, as tokens."""
-    given = {**dict(zip(inspect.signature(model.forward).parameters, args, strict=False)), **kwargs}
-    mask = given.get("attention_mask")
+    """Raise for padding, which the decoder would read."""
+    arguments = {**dict(zip(inspect.signature(model.forward).parameters, args, strict=False)), **kwargs}
+    mask = arguments.get("attention_mask")
     if isinstance(mask, Tensor) and not bool((mask != 0).all()):
-        raise NotSupportedDecoding(
+        raise UnsupportedDecoding(
             f"{type(model).__name__} does not give an attention mask on to its decoder, which would read padding as"
             " tokens: its own answer is wrong, and so would be ours. Give rows of one length, or one by one"
         )
 
 
 def _continues(ids: Ints, before: Ints) -> bool:
-    """Whether ids `[B, T]` are others and one column more, or the same number of columns, moved on by one."""
+    """True if `ids` extend the previous ids by one position, or shift them."""
     if len(ids) != len(before) or ids.shape[1] < 2:
         return False
     if ids.shape[1] == before.shape[1] + 1:
         return np.array_equal(ids[:, :-1], before)
     moved_on = ids.shape == before.shape and np.array_equal(ids[:, :-1], before[:, 1:])
-    return moved_on and not np.array_equal(ids, before)  # a document of one token repeated, read twice
+    return moved_on and not np.array_equal(ids, before)  # else a constant document, read twice

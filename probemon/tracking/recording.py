@@ -1,9 +1,9 @@
-"""Recording: what one generation, or one document of plain forwards, showed.
+"""Recording: tokens and scores of one generation or document.
 
 recording = Recording(SequenceColumns(prompt_columns=12), offset=0, n_probes=363)
 recording.add(placed, scores)
-tokens = recording.tokens(sequences)          # every real token of `generate`'s output, seen or not, row by row
-recording.forget(n, keep_ids=64)              # drops the scores of up to n of its oldest tokens
+tokens = recording.tokens(sequences)          # every real token of the output
+recording.forget(n, keep_ids=64)              # drops up to n scores
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ import numpy as np
 
 from probemon.core.hierarchy import Mask
 from probemon.core.memory_reads import MemoryReads
-from probemon.core.scores import GENERATED, PROMPT, HostState, Scores
+from probemon.core.scores import GENERATED, PROMPT, ModelState, Scores
 from probemon.errors import AlignmentError
-from probemon.host.changes import HostMark
+from probemon.host.changes import ModelMark
 from probemon.tracking.align import NEVER, NO_ID, Ints, PlacedTokens, SequenceColumns
 from probemon.tracking.beams import Beams
 from probemon.tracking.forgotten_ids import ForgottenIds
@@ -31,16 +31,15 @@ SHARED = "its keys and values were shared with another request, so the host did 
 GAP = "no forward of the host showed it"
 FORGOTTEN = "what was known of it is no longer kept (keep_tokens)"
 _AGE = itertools.count()
-# batches of one token are joined once there are so many: a thousand small arrays weigh more than what is in them
+# small batches are joined at this number
 _PIECES = 256
 
 
 @dataclass(frozen=True)
 class RecordedTokens:
-    """Real tokens `[M]` in the order of row, then position (a column of the output); `scores` has one state a token.
+    """Real tokens `[M]` by row, then position (a column of the output); one state of `scores` each.
 
-    `reads`: what memories read at each; None where none was watched. `begins`: whether it is the first of its sequence,
-    where a row has several packed in it; None where each row is one.
+    `reads`: memory reads, or None. `begins`: first token of a packed sequence, or None.
     """
 
     row: Ints
@@ -53,7 +52,7 @@ class RecordedTokens:
 
     @staticmethod
     def join(parts: Sequence[RecordedTokens], n_probes: int) -> RecordedTokens:
-        """Join those of several recordings of one row each: the i-th becomes row i."""
+        """Join recordings of one row each."""
         row = np.concatenate([np.full(len(part.row), i) for i, part in enumerate(parts)])
         position, token_id, phase = (
             np.concatenate([getattr(part, name) for part in parts]) for name in ("position", "token_id", "phase")
@@ -69,43 +68,39 @@ class RecordedTokens:
 
 @dataclass(frozen=True)
 class Turn:
-    """A turn as a later one sees it: only its columns before `end` were kept. `origin`: the row of it that each row of
-    the later one goes on from; None for the same rows.
-    """
+    """A turn seen from a later one, up to column `end`. `origin`: its row for each later row; None if equal."""
 
     recording: Recording
     end: int = int(NEVER)
     origin: Ints | None = None
 
     def seen_from(self, rows: Ints, columns: Ints) -> tuple[Ints, Ints]:
-        """Return which of its entries, at these rows and columns, the later turn goes on from, and in which rows of it.
-
-        An entry stands several times where its row was repeated.
-        """
+        """Return the entries that the later turn continues, and their later rows."""
         if self.origin is None:
             entries = np.flatnonzero(columns < self.end)
             return entries, rows[entries]
-        entries, own = np.nonzero((rows[:, None] == self.origin) & (columns < self.end)[:, None])
-        return entries, own
+        entries, later_rows = np.nonzero((rows[:, None] == self.origin) & (columns < self.end)[:, None])
+        return entries, later_rows
 
 
 @dataclass(eq=False)
 class Recording:
-    """Tokens and scores in the order they came. It alone assigns its attributes; whoever knows more calls a method.
+    """Tokens and scores in order of arrival. Only its methods assign attributes.
 
-    `earlier`, `earlier_rows [B]`: the recording that has the columns before its first one, and the row of it that each
-    row goes on from, None for the same rows.
-
-    `output`, `ids [B, L]`: what `generate()` returned and a copy of its ids, once it has. `retained [B, P]`: the sets
-    that the next generated token starts from. `number`: which one of its run. `request`: its id in continuous batching.
-    `before`: why columns before the first were not seen; `prompt [b, L]`: the ids of a prompt from column `offset` on,
-    where some of them may stand there. `mark`, `mark_after`: what the host was when it began, and
-    once it had run what is recorded. `switched`: other adapters were on in some forward. `done`: nothing more will
-    come. `changed_before`: the host changed in what is forgotten. `n_entries` were added, the first `n_forgotten` of
-    them dropped, all of columns before `forgotten`. `ages`: when each batch in `placed` came in its process. `watches`:
-    from which column which state of what is watched held. `forgotten_ids`: what is still known of tokens whose scores
-    were dropped, here and in earlier turns that were let go of. Of all that was added, forgotten or not: `why_unseen`,
-    why tokens have no scores and how many, and `n_generated`, how many were generated.
+    - `earlier`, `earlier_rows [B]`: the previous turn, and its rows (None if equal)
+    - `output`, `ids [B, L]`: of `generate()`
+    - `retained [B, P]`: sets for the next generated token
+    - `request`: id in continuous batching
+    - `before`: why columns before the first were not seen
+    - `prompt [b, L]`: ids from column `offset` on, if partly cached
+    - `mark`, `mark_after`: the model at begin and end; `switched`: adapters differed in between
+    - `done`: complete
+    - `n_entries`, `n_forgotten`: tokens added and dropped; `forgotten`: end of the dropped columns
+    - `changed_before`: the model changed in forgotten turns
+    - `ages`: order of batches in this process
+    - `watches`: first column and number of each watched state
+    - `forgotten_ids`: ids without scores, earlier turns included
+    - `why_unseen`, `n_generated`: counts, forgotten tokens included
     """
 
     call: SequenceColumns
@@ -117,9 +112,9 @@ class Recording:
     ids: Ints | None = None
     retained: Mask | None = None
     beams: Beams | None = None
-    host: HostState | None = None
-    mark: HostMark | None = None
-    mark_after: HostMark | None = None
+    host: ModelState | None = None
+    mark: ModelMark | None = None
+    mark_after: ModelMark | None = None
     switched: bool = False
     changed_before: bool = False
     number: int = 0
@@ -136,14 +131,12 @@ class Recording:
     _n_small: int = 0
     placed: list[PlacedTokens] = field(default_factory=list)
     scores: list[Scores] = field(default_factory=list)
-    reads: list[MemoryReads] = field(default_factory=list)  # as long as `scores`, or empty where no memory is watched
+    reads: list[MemoryReads] = field(default_factory=list)  # empty without memories
     ages: list[int] = field(default_factory=list)
     watches: list[tuple[int, int]] = field(default_factory=list)
 
     def add(self, placed: PlacedTokens, scores: Scores, reads: MemoryReads | None = None, watch: int = 0) -> None:
-        """Add a batch of tokens with their scores, what memories read at each, where any is watched, and the number of
-        the state of what is watched that they were scored by.
-        """
+        """Add tokens with scores, memory reads and the watched state's number."""
         if not self.watches or self.watches[-1][1] != watch:
             self.watches.append((int(placed.columns.min()), watch))
         self.n_entries += len(placed)
@@ -160,25 +153,23 @@ class Recording:
             self._join()
 
     def add_forgotten(self, n: int) -> None:
-        """Count `n` tokens of which nothing is kept."""
+        """Count tokens that are not kept."""
         self.n_entries += n
         self.n_forgotten += n
 
     def begin(self, column: int, n_rows: int, earlier: Recording | None, rows: Ints | None = None) -> None:
-        """Say where it begins, before anything is shown; `earlier`, if any, has the columns before `column`: row `i`
-        goes on from its row `rows[i]`.
-        """
+        """Set the begin; `earlier` has the columns before it, row `rows[i]` for row `i`."""
         self.call.begin(column, n_rows)
         if earlier is not None:
             self.earlier_rows = rows  # first: another thread may read
             self.earlier = earlier
 
     def turns(self) -> Iterator[Turn]:
-        """Yield this turn and those before it that its rows go on from, the newest first."""
+        """Yield this and earlier turns, newest first."""
         turn: Turn | None = Turn(self)
         while turn is not None:
             recording, rows = turn.recording, turn.recording.earlier_rows
-            # Read before the turn is handed out: another thread may let go of it meanwhile.
+            # before the yield: another thread may drop it
             earlier = recording.earlier
             yield turn
             if earlier is None:
@@ -188,7 +179,7 @@ class Recording:
             turn = Turn(earlier, min(turn.end, recording.call.first_column), rows)
 
     def check_rows(self, mask: Ints) -> None:
-        """Raise `AlignmentError` where `mask [B, L]` shows a token that was padding in the turn before."""
+        """Raise `AlignmentError` if `mask [B, L]` shows earlier padding as a token."""
         end = min(self.call.first_column, mask.shape[1])
         first, was_run = end, np.zeros((len(mask), end), dtype=bool)
         for turn in itertools.islice(self.turns(), 1, None):
@@ -206,9 +197,9 @@ class Recording:
             )
 
     def scores_alike(self, one: int, other: int, end: int, of: Recording | None = None) -> bool:
-        """Whether row `one` and row `other`, of another recording if one is given, have the same tokens before column
-        `end`, with the same scores as far as these are kept. Which probes were active also depends on whether a token
-        was generated, so scores are compared of those that were in both.
+        """True if two rows (the second maybe of recording `of`) have equal tokens and scores before `end`.
+
+        Compares probes active in both: activity depends on the phase.
         """
         columns, ids, mine = self._row_before(one, end)
         its_columns, its_ids, its = (of or self)._row_before(other, end)
@@ -224,30 +215,29 @@ class Recording:
         )
 
     def _row_before(self, row: int, end: int) -> tuple[Ints, Ints, Scores]:
-        """Columns, ids and scores of a row before column `end`, by column, of earlier turns too."""
         rows, columns, ids, _, scores, _ = self._joined(end - self.offset)
         entries = np.flatnonzero(rows == row)
         entries = entries[np.argsort(columns[entries], kind="stable")]
         return columns[entries], ids[entries], scores.take(entries)
 
     def retained_of(self, rows: Ints) -> Mask:
-        """Return a copy of the sets `[len(rows), P]` that the next tokens of these rows start from."""
+        """Return a copy of retained sets `[len(rows), P]`."""
         return self._retained()[rows]
 
     def retain(self, rows: Ints, sets: Mask) -> None:
-        """Replace the sets of these rows by `sets [len(rows), P]`."""
+        """Replace the retained sets of `rows`."""
         self._retained()[rows] = sets
 
     def ids_before(self, row: int, end: int) -> Ints | None:
-        """Return the ids of a row's tokens in columns `offset` to `end` of its prompt, None if they are not known."""
+        """Return a row's prompt ids from `offset` to `end`, or None."""
         if self.prompt is None or end > self.offset + self.prompt.shape[1]:
             return None
-        # Of a prompt that is answered several times, rows lie side by side.
+        # Answers to one prompt are adjacent.
         ids: Ints = self.prompt[row * len(self.prompt) // max(1, self.call.n_rows), : max(0, end - self.offset)]
         return ids[self._real(self.call.n_rows, len(ids))[row]]
 
     def n_before(self) -> int:
-        """Return how many tokens stand before its first column that no turn of this run showed: they are of a cache."""
+        """Return the number of cached tokens that no turn showed."""
         first, n_rows = self.call.first_column, self.call.n_rows
         if first <= self.offset:
             return 0
@@ -260,47 +250,45 @@ class Recording:
                 hidden[rows[inside], placed.columns[entries[inside]] - self.offset] = False
         return int(hidden.sum())
 
-    def keep_output(self, output: Any, ids: Ints, mark: HostMark) -> None:
-        """Keep what the generation returned, its ids `[B, L]`, and what its host was when it ended."""
+    def keep_output(self, output: Any, ids: Ints, mark: ModelMark) -> None:
+        """Keep output, ids `[B, L]` and the model's mark."""
         self.output, self.ids = output, ids
         self.keep_mark(mark)
 
-    def keep_mark(self, mark: HostMark) -> None:
-        """Keep what the host is now, once it has run all that is recorded."""
+    def keep_mark(self, mark: ModelMark) -> None:
+        """Keep the model's mark at the end."""
         self.mark_after = mark
 
     def note_adapters(self) -> None:
-        """Note, before a forward, whether other adapters are on than when it began."""
+        """Note switched adapters."""
         self.switched = self.switched or (self.mark is not None and self.mark.switched())
 
     def close(self) -> None:
-        """Say that nothing more will come."""
+        """Mark as complete."""
         self.done = True
 
     def forget(self, n: int, keep_ids: int) -> int:
-        """Drop the scores of at most `n` of the oldest tokens, whole pieces only; return how many were dropped. The ids
-        of `keep_ids` tokens of each row stay.
-        """
+        """Drop up to `n` oldest scores in whole pieces; return the number. `keep_ids` ids per row stay."""
         dropped, pieces = 0, 0
         while pieces < len(self.placed) and dropped + len(self.placed[pieces]) <= n:
             columns = self.placed[pieces].columns
             self.forgotten = max(self.forgotten, int(columns.max(initial=-1)) + 1)
             dropped, pieces = dropped + len(columns), pieces + 1
-        # Whoever reads meanwhile finds a token twice, and never not at all.
+        # Concurrent readers may see a token twice, but never miss it.
         for placed in self.placed[:pieces]:
             self.forgotten_ids.add((placed.rows, placed.columns, placed.ids), keep_ids)
         del self.placed[:pieces], self.scores[:pieces], self.ages[:pieces], self.reads[:pieces]
         self.n_forgotten += dropped
-        if not self.placed and self.earlier is not None:  # turns before this one were forgotten first: let go of them
-            self.changed_before = self.host_changed
+        if not self.placed and self.earlier is not None:  # earlier turns are forgotten first
+            self.changed_before = self.model_changed
             self._take_ids_of_earlier_turns(keep_ids)
             self.forgotten, self.earlier = self._forgotten_before(), None
         self._n_small = min(self._n_small, len(self.placed))
         return dropped
 
     @property
-    def host_changed(self) -> bool:
-        """Whether the host was another at some time, or in an earlier turn of its tokens, than when it began."""
+    def model_changed(self) -> bool:
+        """True if the model changed since the begin, or in an earlier turn."""
         turns = [turn.recording for turn in self.turns()]
         if any(turn.switched or turn.changed_before for turn in turns):
             return True
@@ -309,11 +297,11 @@ class Recording:
 
     @property
     def n_kept(self) -> int:
-        """Return how many tokens have their scores here."""
+        """Tokens with scores."""
         return self.n_entries - self.n_forgotten
 
     def tokens(self, sequences: Ints) -> RecordedTokens:
-        """Return every real token of `sequences [B, L]`; raise `AlignmentError` where another one was recorded."""
+        """Return every real token of `sequences [B, L]`. Raises `AlignmentError` if others were recorded."""
         wrong = self.mismatch(sequences)
         if wrong is not None:
             raise AlignmentError(wrong)
@@ -326,9 +314,9 @@ class Recording:
         if self.beams is None:
             inside = column >= self.offset
             index[row[inside], column[inside] - self.offset] = np.flatnonzero(inside)
-            if self.call.prompt_columns is None:  # else what earlier turns generated was given to this one
+            if self.call.prompt_columns is None:  # else earlier output is prompt
                 phases[row[inside], column[inside] - self.offset] = phase[inside]
-            # What was scored is a token, also where a mask hides it from those that come after it.
+            # A later mask may hide scored tokens.
             real = self._real(n_rows, length) | (index >= 0)
             last = np.full(n_rows, length - 1)
         else:
@@ -355,10 +343,8 @@ class Recording:
             self._begins(at_row, at),
         )
 
-    # -- inside ----------------------------------------------------------------------------------
-
     def _begins(self, row: Ints, position: Ints) -> Mask | None:
-        """Whether tokens are the first of sequences that are packed in a row; None where none are."""
+        """Which tokens begin a packed sequence; None without packing."""
         packed = [(placed, placed.begins) for placed in self.placed if placed.begins is not None]
         if not packed:
             return None
@@ -371,12 +357,12 @@ class Recording:
         return np.array([place in firsts for place in at], dtype=bool)
 
     def _retained(self) -> Mask:
-        if self.retained is None:  # how many rows there are is known with the first forward
+        if self.retained is None:  # the first forward sets n_rows
             self.retained = np.zeros((self.call.n_rows, self.n_probes), dtype=bool)
         return self.retained
 
     def _join(self) -> None:
-        """Make one piece of the newest small ones, as far as they are of one phase."""
+        """Join the newest small pieces of one phase."""
         phase, n = self.placed[-1].phase, 1
         while n < self._n_small and self.placed[-n - 1].phase == phase:
             n += 1
@@ -397,7 +383,6 @@ class Recording:
             self.reads[-n:] = [MemoryReads.join(self.reads[-n:])]
 
     def _forgotten_before(self) -> int:
-        """Columns before this one may have been scored and forgotten."""
         return max(turn.recording.forgotten for turn in self.turns())
 
     def _take_ids_of_earlier_turns(self, n: int) -> None:
@@ -405,9 +390,9 @@ class Recording:
         for turn in itertools.islice(self.turns(), 1, None):
             before = []
             for rows, columns, ids in turn.recording.forgotten_ids.pieces():
-                # What a cache was cut off by is no part of the row.
-                entries, own = turn.seen_from(rows, columns)
-                before.append((own, columns[entries], ids[entries]))
+                # Cropping a cache drops columns.
+                entries, later_rows = turn.seen_from(rows, columns)
+                before.append((later_rows, columns[entries], ids[entries]))
             pieces[:0] = before
         self.forgotten_ids = ForgottenIds()
         for piece in pieces:
@@ -416,7 +401,7 @@ class Recording:
     def _follow_beams(
         self, beams: Beams, sequences: Ints, row: Ints, column: Ints, phase: Ints, index: Ints
     ) -> tuple[Mask, Ints]:
-        """Fill `index` for the sequences returned; tell which of their entries are tokens, and where each one ends."""
+        """Fill `index` for returned sequences; return which entries are tokens, and last positions."""
         n_rows, length = sequences.shape
         each = n_rows // (self.call.n_rows // beams.n_beams)
         real, last = np.zeros((n_rows, length), dtype=bool), np.zeros(n_rows, dtype=np.int64)
@@ -427,7 +412,7 @@ class Recording:
             own_prompt = prompt[row[prompt] == b * beams.n_beams]
             index[r, column[own_prompt] - self.offset] = own_prompt
             entries, n = beams.follow(b, sequences[r, beams.begin :])
-            # Forgotten entries are the first ones: what is left of the others begins at 0, and they come before it.
+            # Forgotten entries come first, so they become negative.
             index[r, beams.begin : beams.begin + len(entries)] = np.maximum(
                 np.asarray(entries, dtype=np.int64) - self.n_forgotten, -1
             )
@@ -437,17 +422,17 @@ class Recording:
         return real, last
 
     def _real(self, n_rows: int, length: int) -> Mask:
-        """Which entries of the output are tokens: not left padding, not what follows the end of a row."""
+        """Which entries are tokens: no padding, nothing after a row's end."""
         real = np.ones((n_rows, length), dtype=bool)
         mask = self.call.mask
         if mask is not None:
-            known = min(length, mask.shape[1] - self.offset)
-            real[:, :known] = mask[:, self.offset : self.offset + known] != 0
+            n_columns = min(length, mask.shape[1] - self.offset)
+            real[:, :n_columns] = mask[:, self.offset : self.offset + n_columns] != 0
         last = np.where(self.call.last_column == NEVER, length, self.call.last_column - self.offset)
         return real & (np.arange(length) <= last[:, None])
 
     def _joined(self, length: int) -> tuple[Ints, Ints, Ints, Ints, Scores, MemoryReads | None]:
-        """Row, column, id and phase of everything recorded, of earlier turns too, without what was taken back."""
+        """Row, column, id, phase and scores of this and earlier turns."""
         rows, columns, ids, phases, keep = ([np.zeros(0, dtype=np.int64)] for _ in range(5))
         scores, reads, n = list[Scores](), list[MemoryReads](), 0
         for turn in self.turns():
@@ -457,8 +442,8 @@ class Recording:
             scores += list(turn.recording.scores)[: len(pieces)]
             reads += list(turn.recording.reads)[: len(pieces)]
             for piece in pieces:
-                entries, own = turn.seen_from(piece.rows, piece.columns)
-                rows.append(own)
+                entries, later_rows = turn.seen_from(piece.rows, piece.columns)
+                rows.append(later_rows)
                 columns.append(piece.columns[entries])
                 ids.append(piece.ids[entries])
                 phases.append(np.full(len(entries), piece.phase))
@@ -471,19 +456,19 @@ class Recording:
         return row, column, at_ids, phase, joined, read
 
     def watched_from(self) -> list[tuple[int, int]]:
-        """Return from which position which state of what is watched held, in earlier turns too."""
+        """Return (position, number) of each watched state."""
         turns = [
             [(column, number) for column, number in turn.recording.watches if column < turn.end]
             for turn in self.turns()
         ]
-        held: dict[int, int] = {}
+        number_at: dict[int, int] = {}
         for column, number in (one for watches in reversed(turns) for one in watches):
-            if number != next(reversed(held.values()), None):
-                held[max(0, column - self.offset)] = number
-        return list(held.items())
+            if number != next(reversed(number_at.values()), None):
+                number_at[max(0, column - self.offset)] = number
+        return list(number_at.items())
 
     def mismatch(self, sequences: Ints) -> str | None:
-        """Why `sequences [B, L]` are not what was recorded, or None where they may be."""
+        """Return why `sequences [B, L]` do not match, or None."""
         n_rows, length = sequences.shape
         if self.ids is not None and self.ids.shape[1] != length:
             return (
@@ -501,7 +486,7 @@ class Recording:
             return (
                 f"the output has {length} columns, the watched forwards end at column"
                 f" {self.call.frontier - self.offset}: either this is not the output of the watched generate(), or the"
-                " host ran forwards past our hooks (a compiled graph?)"
+                " model ran forwards past our hooks (a compiled graph?)"
             )
         if self.call.prompt_columns is None and self.call.frontier > length + self.offset:
             return (
@@ -521,7 +506,7 @@ class Recording:
         return self._edited(sequences)
 
     def _edited(self, sequences: Ints) -> str | None:
-        """Where an output differs from what was returned in what no forward showed: last tokens, and padding."""
+        """Return a difference that no forward showed: last tokens, padding."""
         if self.ids is None:
             return None
         if self.ids.shape != sequences.shape:

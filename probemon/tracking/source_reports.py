@@ -1,4 +1,4 @@
-"""What a source of tokens reports beside them: how long forwards took, what was missed, what ended."""
+"""Reports of a token source: forward times, gaps, ends."""
 
 from __future__ import annotations
 
@@ -9,9 +9,7 @@ from probemon.tracking.recording import Recording
 
 
 class ForwardTime(NamedTuple):
-    """Seconds that one forward of the model took in our hooks (`inside`), and altogether with these (`whole`); how many
-    tokens of prompts, and generated ones, it ran.
-    """
+    """Seconds of a forward: in our hooks (`inside`) and in total (`whole`); its prompt and generated tokens."""
 
     inside: float
     whole: float
@@ -20,13 +18,13 @@ class ForwardTime(NamedTuple):
 
 
 class SourceReports(Protocol):
-    """Hears what a source of tokens reports, in the thread that generates. Every `Follower` of a run does."""
+    """Receives reports in the thread that generates."""
 
     def forward(self, time: ForwardTime) -> None:
-        """A forward of the model ended, and its tokens are scored."""
+        """A forward ended, and its tokens are scored."""
 
     def gap(self, gap: Gap) -> None:
-        """Columns were run that our hooks did not see, whether that is reported or raised."""
+        """Columns ran unseen, whether reported or raised."""
 
     def ended(self, recording: Recording, error: BaseException | None) -> None:
-        """A generation ended: a `generate()`, a loop by hand or a request, by `error` or as it should."""
+        """A `generate()`, hand loop or request ended, with `error` if it failed."""

@@ -1,4 +1,4 @@
-"""StoppedRows: criteria for `generate()` that end the rows which an action stopped.
+"""StoppedRows: a stopping criterion for rows that an action stopped.
 
 model.generate(**inputs, stopping_criteria=StoppingCriteriaList([StoppedRows(watcher)]))
 """
@@ -11,20 +11,20 @@ import torch
 from torch import Tensor
 from transformers import StoppingCriteria
 
-from probemon.errors import NotSupportedDecoding
+from probemon.errors import UnsupportedDecoding
 from probemon.tracking.token_source import TokenSource
 
 
 class StoppedRows(StoppingCriteria):
-    """Of a run that does not watch the generation it raises `NotSupportedDecoding`."""
+    """Raises `UnsupportedDecoding` in an unwatched generation."""
 
     def __init__(self, watcher: TokenSource) -> None:
         self._watcher = watcher
 
     def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Any:
-        """Return which rows are to end, bool [B]."""
+        """Return the rows to end, bool [B]."""
         if self._watcher.current() is None:
-            raise NotSupportedDecoding(
+            raise UnsupportedDecoding(
                 "run.stopping_criteria is of a run that does not watch this generate(): its rules would never stop it."
                 " Call the model that is attached, inside the with block"
             )

@@ -1,7 +1,7 @@
-"""TokenSource: where the tokens of a run come from: the hooks on a model of transformers', or an engine's requests.
+"""TokenSource: the source of a run's tokens: a model's hooks, or an engine's requests.
 
 class Requests(TokenSource): ...
-MonitorRun(manager, model, source=Requests)        # instead of a Watcher; run.source is the one that was made
+MonitorRun(manager, model, source=Requests)        # instead of a Watcher
 """
 
 from __future__ import annotations
@@ -21,68 +21,65 @@ from probemon.tracking.recording import Recording
 
 
 class TokenSource(Protocol):
-    """Gives tokens with their hidden states, in order, to what scores them, while its block is open.
-
-    `Watcher` says what each of these is; it is made with the same arguments.
-    """
+    """Yields tokens with hidden states, in order, inside its block; see `Watcher`."""
 
     model: Any
     ranks: Ranks | None
 
     @property
     def open(self) -> bool:
-        """Whether tokens come."""
+        """True while attached."""
 
     @property
     def recordings(self) -> list[Recording]:
-        """Return the recordings that are kept, oldest first."""
+        """Kept recordings, oldest first."""
 
     @property
     def n_documents(self) -> int:
-        """Return how many recordings are of no generation."""
+        """Recordings without a generation."""
 
     @property
     def forward_seconds(self) -> deque[float]:
-        """Seconds that each forward spent here."""
+        """Seconds per forward."""
 
     @property
     def called(self) -> bool:
-        """Whether the host ran."""
+        """True if the model ran."""
 
     @property
     def n_gaps(self) -> int:
-        """Return how often tokens were run and not seen."""
+        """Number of gaps."""
 
     def hook_faults(self) -> HookFaults:
-        """Return what is wrong with what was put on the host."""
+        """Faults of the hooks."""
 
     @property
     def n_generating(self) -> int:
-        """Return how many generations are under way."""
+        """Running generations."""
 
     @property
     def running_beams(self) -> bool:
-        """Whether one of them has beams."""
+        """True if one has beams."""
 
     @property
     def generating(self) -> bool:
-        """Whether one is under way."""
+        """True if one runs."""
 
     @property
     def batch_errors(self) -> list[BaseException]:
-        """Errors of forwards that nobody else would tell of."""
+        """Errors that no caller would see."""
 
     def stop(self) -> None:
-        """End every generation with its next token."""
+        """End all generations."""
 
     def by_hand(self, from_column: int) -> AbstractContextManager[HandLoop]:
-        """Follow a loop by hand."""
+        """Follow a hand-written loop."""
 
     def current(self) -> Generation | None:
-        """Return the generation of the calling thread."""
+        """This thread's generation."""
 
     def stopped(self, like: Tensor) -> Tensor:
-        """Return the rows of it that are to end, as a mask like `like`."""
+        """Rows to end, as a mask like `like`."""
 
     def __enter__(self) -> Any: ...
 

@@ -1,9 +1,9 @@
-"""WatchedThreads: whose forwards a run watches: those of every thread, or of the one that attached it.
+"""WatchedThreads: watch all threads, or only the attaching one.
 
 threads = WatchedThreads(one_thread=True)
-threads.attach()                     # in the thread that enters the block of the run
-threads.in_other                     # in any thread: whether what it runs is not watched
-threads.silence                      # what is known where nothing that is watched ran, and what to do
+threads.attach()
+threads.in_other                     # True in an unwatched thread
+threads.silence                      # why nothing was watched, and a remedy
 """
 
 from __future__ import annotations
@@ -14,49 +14,48 @@ from collections import Counter
 
 
 class WatchedThreads:
-    """`one_thread`: only what the thread generates that attaches."""
+    """`one_thread`: watch only the attaching thread."""
 
     def __init__(self, one_thread: bool) -> None:
-        self.one_thread, self._here = one_thread, threading.local()  # no number, which is another thread's later
-        # Forwards of every generate() that cannot be followed: it began before, was looked up before, or was called on
-        # the class.
+        self.one_thread, self._here = one_thread, threading.local()  # not an id, which may be reused
+        # of generate() calls from before attaching, or called on the class
         self.n_unwatched = 0
-        self.layers_alone = Counter[str]()  # by site, how often its layer ran outside of a forward of the decoder
-        self.ran_in_other = False  # whether the host ran in a thread that is not watched, as far as is known
+        self.layers_alone = Counter[str]()  # runs outside of a forward, by site
+        self.ran_in_other = False  # in an unwatched thread
         self._before: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 
     def attach(self) -> None:
-        """Begin, in the calling thread."""
+        """Attach in this thread."""
         self._here.attached = True
         self._before = weakref.WeakSet(threading.enumerate())
 
     @property
     def n_alone(self) -> int:
-        """How many forwards ran layers without their decoder: of one several sites may tell."""
+        """Forwards without their decoder; sites may share them."""
         return max(self.layers_alone.values(), default=0)
 
     @property
     def attached_here(self) -> bool:
-        """Whether the calling thread is the one that attached."""
+        """True in the attaching thread."""
         return hasattr(self._here, "attached")
 
     @property
     def was_there(self) -> bool:
-        """Whether the calling thread is another one, and older: it may have been inside a forward then."""
+        """True in other, older threads, maybe inside a forward."""
         return not self.attached_here and threading.current_thread() in self._before
 
     @property
     def in_other(self) -> bool:
-        """Whether the calling thread is not watched."""
+        """True in an unwatched thread."""
         return self.one_thread and not self.attached_here
 
     @property
     def silence(self) -> tuple[str, str]:
-        """What a host of which nothing was watched did, as a sentence goes on after its name, and the remedy."""
+        """Return a predicate ("ran nothing ...") and a remedy."""
         if not self.one_thread:
             return "ran nothing while it was watched", "Attach to the very model that generates, not to a copy."
-        what = "ran nothing in the one thread that is watched (one_thread)"
+        predicate = "ran nothing in the one thread that is watched (one_thread)"
         if self.ran_in_other:
             remedy = "Attach in the thread that generates, or without one_thread=True."
-            return f"{what}; it ran in another, whose forwards are not counted", remedy
-        return what, "Attach to the very model that generates, not to a copy, and in the thread that generates."
+            return f"{predicate}; it ran in another, whose forwards are not counted", remedy
+        return predicate, "Attach to the very model that generates, not to a copy, and in the thread that generates."

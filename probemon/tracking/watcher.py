@@ -1,12 +1,11 @@
-"""Watcher: everything that is put on one host model, and the life of each `generate()`.
+"""Watcher: attaches to a model and follows each `generate()`.
 
-    watcher = Watcher(model, sites, score)          # score(generation, recording, placed, states): called in order
+    watcher = Watcher(model, sites, score)          # score(generation, recording, placed, states)
     with watcher:
         model.generate(...)                         # `watcher.recordings` grows
 
-The hooks on its decoder are `probemon.tracking.decoder_hooks`. Three methods are shadowed on the instance: `generate`
-tells where the prompt ends, `prepare_inputs_for_generation` what is padding, and `_get_stopping_criteria` which rows
-have ended and which drafts were accepted. State is kept per thread, so threads may generate on one model at once.
+Patches `generate` (prompt), `prepare_inputs_for_generation` (padding) and `_get_stopping_criteria` (ends, accepted
+drafts) of the instance. State is per thread.
 """
 
 from __future__ import annotations
@@ -26,10 +25,10 @@ import torch
 from torch import Tensor
 from transformers import StoppingCriteriaList
 
-from probemon.errors import ConceptRaised, ConfigError, NotSupportedDecoding, NotSupportedHost
-from probemon.host.changes import HostMark
+from probemon.errors import ConceptRaised, ConfigError, UnsupportedDecoding, UnsupportedModel
+from probemon.host.changes import ModelMark
 from probemon.host.image_offsets import ImageOffsets
-from probemon.host.internals import proposes_tokens, shadow_prepared_inputs, shadow_stopping_criteria
+from probemon.host.internals import patch_prepared_inputs, patch_stopping_criteria, proposes_tokens
 from probemon.host.model import is_compiled, is_encoder_decoder
 from probemon.host.ranks import Ranks
 from probemon.host.site import Site
@@ -47,20 +46,19 @@ from probemon.tracking.watched_threads import WatchedThreads
 from probemon.util.shadow import shadow
 
 LOG = logging.getLogger("probemon")
-RAISE = 2  # what rank 0 tells the others to do
-_OPEN: weakref.WeakSet[Watcher] = weakref.WeakSet()  # those that watch now
-# torch numbers hooks without one: two of one number would replace each other. A run that was dropped is taken off
-# wherever Python collects it, also in a thread that is attaching another one.
+RAISE = 2  # sent by rank 0
+_OPEN: weakref.WeakSet[Watcher] = weakref.WeakSet()  # attached now
+# torch's hook numbers are not thread-safe, and garbage collection may detach a run in any thread.
 _ATTACHING = threading.RLock()
 
 
 class Watcher:
-    """Resolves everything when made, attaches in `with`, and leaves nothing behind.
+    """Attaches in `with`. Raises `UnsupportedModel`, `ConfigError`.
 
-    `score`: see `DecoderHooks`. `check` may refuse a call of `generate()`. `reports` is told of forwards, gaps and
-    ends. `report_gaps`: what was not seen is no error.
-    `one_thread`: watch only what the thread generates that enters.
-    Raises `NotSupportedHost`, `ConfigError`.
+    - `score`: see `DecoderHooks`
+    - `check`: may refuse a `generate()` call
+    - `report_gaps`: unseen columns do not raise
+    - `one_thread`: watch only the thread that enters
     """
 
     def __init__(
@@ -94,69 +92,69 @@ class Watcher:
         self._offsets = ImageOffsets(model)
         self._mask = "decoder_attention_mask" if is_encoder_decoder(model) else "attention_mask"
         self._running: list[Generation] = []
-        self._n_beside = 0  # generations of threads that are not watched
+        self._n_beside = 0  # in unwatched threads
         self._told_of_others = False
         self._acts = acts
-        self._stop_next = False  # the next generate() is to end at its first token
+        self._stop_next = False  # the next generate() ends at once
         self._lock = threading.Lock()
         self._stack = ExitStack()
         self._faults_at_end = HookFaults()
 
     @property
     def open(self) -> bool:
-        """Whether the host is watched."""
+        """True while attached."""
         return self._hooks.open
 
-    def host_mark(self) -> HostMark:
-        """Return what the host is now, to be compared with what it is when a generation begins."""
+    def model_mark(self) -> ModelMark:
+        """Return the model's mark."""
         return self._hooks.recordings.marks.now()
 
     @property
     def recordings(self) -> list[Recording]:
-        """Return the recording of every generation and document so far."""
+        """Recordings of generations and documents."""
         return self._hooks.recordings.kept
 
     @property
     def n_documents(self) -> int:
-        """Return how many documents there are of plain forwards that no generation went on from."""
+        """Plain documents that no generation continued."""
         return len(self._hooks.recordings.documents)
 
     @property
     def forward_seconds(self) -> deque[float]:
-        """Seconds spent in our hooks, one entry a forward of the host."""
+        """Seconds in our hooks, per forward."""
         return self._hooks.seconds
 
     @property
     def called(self) -> bool:
-        """Whether this very model ran, or was asked to."""
+        """True if the model or its generate() ran."""
         return self._hooks.called
 
     @property
     def n_gaps(self) -> int:
-        """How often forwards were found that the taps had not seen, reported or raised."""
+        """Gaps, reported or raised."""
         return self._hooks.n_gaps
 
     def hook_faults(self) -> HookFaults:
-        """Return what is wrong with what was put on the host, or was when it was taken away; runs nothing."""
+        """Return the hooks' faults, now or at detaching; runs nothing."""
         return self._hooks.faults() if self.open else self._faults_at_end
 
     @property
     def n_generating(self) -> int:
-        """How many calls of `generate()` are under way, in all threads."""
+        """Running `generate()` calls."""
         return len(self._running)
 
     @property
     def running_beams(self) -> bool:
-        """Whether some thread is inside a `generate()` with beams."""
+        """True if one of them has beams."""
         return any(generation.prompt.n_beams > 1 for generation in list(self._running))
 
     @property
     def generating(self) -> bool:
-        """Whether some thread is inside `generate()`."""
+        """True if any thread generates."""
         return bool(self._running) or self._hooks.batches.n_calls > 0
 
     def stop(self) -> None:
-        """End every generation that runs, or the next one if none does."""
+        """End all generations, or the next one."""
         with self._lock:
             running = list(self._running)
             for generation in running:
@@ -165,30 +163,30 @@ class Watcher:
             self._stop_next = not running and not n_requests and not self._hooks.batches.n_calls
 
     def _take_stop(self) -> bool:
-        """Whether a stop came while nothing ran: it is meant for what begins now."""
+        """Return and clear a pending stop."""
         with self._lock:
             taken, self._stop_next = self._stop_next, False
         return taken
 
     @property
     def batch_errors(self) -> list[BaseException]:
-        """Errors in forwards of a batching manager that the user runs, in a thread where nobody would see them."""
+        """Errors in a batching manager's thread."""
         return self._hooks.batches.errors
 
     def __enter__(self) -> Watcher:
         with _ATTACHING, ExitStack() as stack:
             if any(not one.attached_here for one in _OPEN if one.model is self.model) and is_compiled(self.model):
-                raise NotSupportedHost(
-                    "another thread watches this compiled host, and to watch it here, too, its graphs are made anew,"
+                raise UnsupportedModel(
+                    "another thread watches this compiled model: watching it here, too, would recompile its graphs,"
                     " which torch does not survive while that thread runs them. Watch all threads with one run, attach"
-                    " one after the other, or leave the host as it is"
+                    " one after the other, or leave the model uncompiled"
                 )
             self.threads.attach()
             self._hooks.attach(stack)
             if hasattr(self.model, "generate"):
                 shadow(stack, self._hooks, self.model, "generate", self._follow_generate)
-                shadow_prepared_inputs(stack, self._hooks, self.model, self._prepare_inputs)
-                shadow_stopping_criteria(stack, self._hooks, self.model, self._follow_criteria)
+                patch_prepared_inputs(stack, self._hooks, self.model, self._prepare_inputs)
+                patch_stopping_criteria(stack, self._hooks, self.model, self._follow_criteria)
                 if self.threads.one_thread:
                     shadow(stack, self._hooks, self.model, "init_continuous_batching", self._refuse_batches)
                 else:
@@ -201,7 +199,7 @@ class Watcher:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         with _ATTACHING:
-            if not self.open:  # it was dropped, and taken off before
+            if not self.open:  # detached before
                 return
             self._faults_at_end = self._hooks.faults()
             self._hooks.open = False
@@ -218,7 +216,7 @@ class Watcher:
         self._hooks.called = True
         if outer is not None:
             if not proposes_tokens():
-                raise NotSupportedDecoding(
+                raise UnsupportedDecoding(
                     "generate() inside generate() (from an action or a criterion), or inside run.generating: whose"
                     " tokens a forward shows would be a guess. Generate after the first has ended"
                 )
@@ -255,7 +253,7 @@ class Watcher:
 
     @contextmanager
     def by_hand(self, from_column: int) -> Iterator[HandLoop]:
-        """Follow a loop of forwards in the calling thread as one generation, generated from a column on."""
+        """Follow a loop in this thread as one generation."""
         if not self.open:
             raise ConfigError("run.generating is for the inside of the with block of attach()")
         if self.threads.in_other:
@@ -276,10 +274,10 @@ class Watcher:
             yield loop
             self._hooks.close_forward()
             self._hooks.wait_for_step()
-            seen = generation.recording.call.frontier
-            if loop.ids is None and 0 < seen < from_column and self._acts():
+            frontier = generation.recording.call.frontier
+            if loop.ids is None and 0 < frontier < from_column and self._acts():
                 raise ConfigError(
-                    f"run.generating ended at column {seen}, before from_column={from_column}, and loop.sampled was"
+                    f"run.generating ended at column {frontier}, before from_column={from_column}, and loop.sampled was"
                     " never called: nothing was said to be generated, so rules and sinks were asked of nothing."
                     " from_column is the prompt's length"
                 )
@@ -290,12 +288,11 @@ class Watcher:
         self._reports.ended(generation.recording, None)
 
     def _ways_beside(self) -> frozenset[str]:
-        """Return the way of generating beside others, where there are others."""
         return frozenset({"beside"} if self._running or self._n_beside else ())
 
     @contextmanager
     def _beside(self) -> Iterator[None]:
-        """While the block runs, a thread generates that is not watched."""
+        """Count an unwatched thread's generation."""
         if self._running:
             self._hooks.abilities.check_generate({"beside"})
         with self._lock:
@@ -307,7 +304,7 @@ class Watcher:
                 self._n_beside -= 1
 
     def _tell_of_others(self) -> None:
-        """Warn where rules or sinks act on what another thread generates, which has attached a run for it."""
+        """Warn once if rules act on a thread that has its own run."""
         if self._told_of_others or self.threads.attached_here or not self._acts():
             return
         with _ATTACHING:
@@ -316,20 +313,20 @@ class Watcher:
             self._told_of_others = True
             LOG.warning(
                 "a run watches what every thread generates, with rules or sinks, and one of the threads has attached a"
-                " run of its own: the rules of the first act on its generation, too. If each is to watch its own"
+                " run, too: the rules of the first act on its generation, too. If each is to watch its own"
                 " thread, give attach(..., one_thread=True)"
             )
 
     @property
     def attached_here(self) -> bool:
-        """Whether the calling thread is the one that attached."""
+        """True in the attaching thread."""
         return self.threads.attached_here
 
     @contextmanager
     def _following(self, generation: Generation) -> Iterator[None]:
-        """While the block runs, forwards of the calling thread are of this generation."""
+        """Assign this thread's forwards to a generation."""
         self._hooks.thread.generation = generation
-        self._hooks.thread.unwatched = None  # it has ended, and its frame holds its cache
+        self._hooks.thread.unwatched = None  # its frame keeps a cache alive
         FOLLOWING.models[id(self.model)] += 1
         followed = FOLLOWING.generations[id(self.model)]
         generation.join(followed)
@@ -340,7 +337,7 @@ class Watcher:
         try:
             yield
         except BaseException as error:
-            self._hooks.wait_for_step(report=False)  # a forward that failed shows nothing
+            self._hooks.wait_for_step(report=False)  # failed forwards report nothing
             for failed in generation.on_failure:
                 failed()
             self._reports.ended(generation.recording, error)
@@ -351,7 +348,7 @@ class Watcher:
             finally:
                 self._running.remove(generation)
                 FOLLOWING.models[id(self.model)] -= 1
-                followed.pop()  # the newest: their blocks lie in one another
+                followed.pop()  # the newest: blocks are nested
                 self._hooks.forget_thread()
                 generation.recording.close()
 
@@ -362,8 +359,8 @@ class Watcher:
     def _refuse_batches(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if self.threads.in_other:
             return original(*args, **kwargs)
-        raise NotSupportedDecoding(
-            "continuous batching generates in a thread of its own, and this run was attached with one_thread, to watch"
+        raise UnsupportedDecoding(
+            "continuous batching generates in its own thread, and this run was attached with one_thread, to watch"
             " the calling thread alone: attach without it"
         )
 
@@ -371,8 +368,7 @@ class Watcher:
         if self.threads.one_thread and self.threads.in_other:
             return original(*args, **kwargs)
         generation = self._hooks.thread.generation
-        # A generate() that was running when this run attached: where its prompt ended is unknown, so it is not watched.
-        # Outside of a generate() somebody prepares the inputs of a loop by hand.
+        # A generate() from before attaching is not watched. Outside of one, this is a hand loop.
         self._hooks.thread.foreign = (
             generation is None
             and not FOLLOWING.models[id(self.model)]
@@ -388,13 +384,13 @@ class Watcher:
             return criteria
         generation = self._hooks.thread.generation
         self._hooks.called = True
-        # Where another run follows it, that was there first.
+        # Unless another run followed it first.
         if generation is None and not FOLLOWING.models[id(self.model)]:
-            # In another thread it may have been running when this run attached.
+            # It may have begun in another thread.
             if not self.threads.attached_here and not self._acts():
-                self._hooks.plain.tell_unwatched(self._hooks.thread)
+                self._hooks.plain.report_unwatched(self._hooks.thread)
                 return criteria
-            raise NotSupportedDecoding(
+            raise UnsupportedDecoding(
                 "this generate() was looked up before probemon was attached, or called on the class, and cannot be"
                 " followed: call model.generate(...) inside the with block"
             )
@@ -413,17 +409,17 @@ class Watcher:
 
     def _check_sampled(self, generation: Generation, ids: Tensor, done: Tensor) -> Tensor:
         recording = generation.recording
-        if generation.prepared and not generation.by_hand:  # something was run, not only drafted
+        if generation.prepared and not generation.by_hand:  # not only drafted
             generation.check_prompt(ids.shape[1] + recording.offset)
         self._hooks.close_forward()
         self._hooks.wait_for_step()
         if generation.prompt.speculative:
-            if not generation.prepared:  # transformers 5.0 shows the criteria what was drafted before it is run, too
+            if not generation.prepared:  # transformers 5.0 also shows drafts before running them
                 return done
             for placed, states in generation.accepted(ids):
                 self._hooks.score_tokens(generation, recording, placed, states)
             self._hooks.wait_for_step()
-        # Every column but the one just sampled has been run: each forward of the host is counted against the taps.
+        # All but the last column must have passed the taps.
         self._hooks.check_seen(recording, ids, recording.offset, recording.offset + ids.shape[1] - 1, generation)
         if self.ranks is None and generation.raising is None and not generation.stopping:
             generation.mark_sampled()
@@ -444,10 +440,10 @@ class Watcher:
         return done | stopped
 
     def stopped(self, like: Tensor) -> Tensor:
-        """Return the rows of the calling thread's generation that an action stopped, as a mask like `like [B]`."""
+        """Return stopped rows of this thread's generation, like `like [B]`."""
         generation = self._hooks.thread.generation
         return torch.zeros_like(like) if generation is None else generation.stopped(like)
 
     def current(self) -> Generation | None:
-        """Return the generation of the calling thread."""
+        """Return this thread's generation."""
         return self._hooks.thread.generation

@@ -1,1 +1,1 @@
-"""Tools without a subject; they import errors alone."""
+"""Helpers without a subject; they import only `probemon.errors`."""

@@ -1,11 +1,8 @@
-"""Decides where everything is kept that can be made again: the converted demo model, compiled code, states.
+"""Cache folders, for the converted demo model, compiled code and hidden states.
 
-cache_dir()                            # ~/.cache/probemon, else a private temporary folder, which one line names
-kept("smollm2-135m-instruct")          # a path in it, or in a cache that can be read and not written
-give_triton_a_folder()                 # TRITON_CACHE_DIR, if Triton's own folder cannot be written
-
-Without a HOME, on a read-only file system or in an install that belongs to another user, the usual folder cannot be
-written. `XDG_CACHE_HOME` names another one.
+cache_dir()                            # ~/.cache/probemon, else a private temporary folder
+kept("smollm2-135m-instruct")          # a path in it
+give_triton_a_folder()                 # TRITON_CACHE_DIR, if Triton's own folder is not writable
 """
 
 from __future__ import annotations
@@ -31,10 +28,9 @@ _TAKEN = set[Path]()
 
 
 def cache_dir() -> Path:
-    """Return a folder that can be written: `$XDG_CACHE_HOME/probemon`, default `~/.cache/probemon`.
+    """Return a writable folder: `$XDG_CACHE_HOME/probemon`, default `~/.cache/probemon`, else a temporary one.
 
-    If that cannot be written, the folder is a temporary one of this user's, and the log says so once. Raises
-    `ConfigError` if no temporary folder can be written either.
+    Logs the latter once. Raises `ConfigError` if none is writable.
     """
     wanted = _wanted()
     why = NO_HOME if wanted is None else why_not_usable(wanted)
@@ -44,7 +40,7 @@ def cache_dir() -> Path:
 
 
 def kept(name: str) -> Path:
-    """Return the path of something kept: where it is, even if that can only be read, else where it may be written."""
+    """Return the path of a cached file, which may be read-only, or the place for it."""
     wanted = _wanted()
     if wanted is not None and os.path.exists(wanted / name):
         return wanted / name
@@ -52,10 +48,9 @@ def kept(name: str) -> Path:
 
 
 def why_not_usable(folder: Path) -> str:
-    """Return why files cannot be made in a folder, which is created if it is missing; "" if they can.
+    """Return why files cannot be made in a folder (created if missing), or "".
 
-    A file is written, since permissions do not tell of a read-only file system or of a full one. A folder "~" is none:
-    libraries name it so if there is no home folder, and would make it in the current one.
+    Writes a file: permissions do not show a full file system. Libraries name a missing home "~".
     """
     if folder.parts[:1] == ("~",):
         return NO_HOME
@@ -70,12 +65,12 @@ def why_not_usable(folder: Path) -> str:
 
 
 def is_temporary(folder: Path) -> bool:
-    """Return whether a folder is in the temporary one that this process took for want of another."""
+    """True if a folder is in this process's temporary cache."""
     return any(folder.is_relative_to(one) for one in _TAKEN)
 
 
 def give_triton_a_folder() -> None:
-    """Set TRITON_CACHE_DIR if Triton's folder cannot be written. Raises `ConfigError` if there is none to give."""
+    """Set TRITON_CACHE_DIR if Triton's folder is not writable. Raises `ConfigError`."""
     from triton import knobs
 
     if not knobs.runtime.interpret and why_not_usable(Path(knobs.cache.dir)):
@@ -83,7 +78,7 @@ def give_triton_a_folder() -> None:
 
 
 def check_import_folders() -> None:
-    """Raise `ConfigError` if a folder is missing without which torch cannot be imported, or others that it imports."""
+    """Raise `ConfigError` if a folder that importing torch needs is not writable."""
     try:
         tempfile.gettempdir()
     except OSError as error:
@@ -98,7 +93,7 @@ def check_import_folders() -> None:
 
 
 def check_hub_cache() -> None:
-    """Raise `ConfigError` if huggingface_hub has no folder to fetch into."""
+    """Raise `ConfigError` if huggingface_hub has no cache folder."""
     from huggingface_hub import constants
 
     if Path(constants.HF_HUB_CACHE).parts[:1] == ("~",):
@@ -106,32 +101,31 @@ def check_hub_cache() -> None:
 
 
 def hub_cache_problem(error: BaseException | None) -> str:
-    """Return what is wrong with the hub's cache if an error of fetching came of that, else ""."""
+    """Return the cache's fault that caused a download error, else ""."""
     while error is not None:
         if isinstance(error, OSError) and error.errno in _NOT_WRITTEN:
-            where = f"{error.filename}: " if error.filename else ""
-            return f"what the hub sends cannot be written ({where}{error.strerror}): {HUB_REMEDY}"
+            place = f"{error.filename}: " if error.filename else ""
+            return f"what the hub sends cannot be written ({place}{error.strerror}): {HUB_REMEDY}"
         error = error.__cause__ or error.__context__
     return ""
 
 
 def _wanted() -> Path | None:
-    """Return the folder that a user expects; None if there is no home to put it in."""
     root = os.environ.get(VARIABLE)
     try:
         return (Path(root).expanduser() if root else Path.home() / ".cache") / "probemon"
-    except RuntimeError:  # neither HOME nor an entry in the table of users, as in many containers
+    except RuntimeError:  # no home, as in many containers
         return None
 
 
-@functools.cache  # says it once, and keeps a folder that only this process knows
+@functools.cache  # logs once; mkdtemp's folder is reused
 def _temporary(why: str) -> Path:
-    """Return a temporary folder that other users cannot write: the same one at the next start, if that is safe."""
+    """Return a temporary folder that only this user can write."""
     try:
         folder = Path(tempfile.gettempdir()) / f"probemon-{os.geteuid()}"
         with suppress(FileExistsError):
             folder.mkdir(mode=0o700)
-        if not _is_private(folder):  # another user made it, or may have put code into it
+        if not _is_private(folder):  # another user's, maybe with code in it
             folder = Path(tempfile.mkdtemp(prefix="probemon-"))
         unusable = why_not_usable(folder)
     except OSError as error:
@@ -144,6 +138,5 @@ def _temporary(why: str) -> Path:
 
 
 def _is_private(folder: Path) -> bool:
-    """Return whether it is a folder, no link to one, that belongs to this user and that no one else can write."""
     status = folder.lstat()
     return stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid() and not status.st_mode & 0o022

@@ -1,12 +1,10 @@
-"""Checks of arguments, all in one place: what is a whole number, a number or a share is the same for every function.
+"""Argument checks, with one definition of whole numbers, numbers and shares.
 
-    keep = check_count("keep_top_k", keep_top_k, least=0)  # int; 3 and np.int64(3) are, True, 3.0 and 10**30 are not
-    # float; 0.5 and np.float32(0.5) are, NaN and "0.5" are not
-    rate = check_number("audit_rate", audit_rate, low=0, high=1)
+    keep = check_count("keep_top_k", keep_top_k, least=0)  # accepts 3, np.int64(3); not True, 3.0, 10**30
+    rate = check_number("audit_rate", audit_rate, low=0, high=1)  # accepts 0.5, np.float32(0.5); not NaN, "0.5"
     share = check_share("fdr", fdr)                                         # over 0, under 1
 
-NumPy's numbers are numbers everywhere, and a bool is none anywhere. What is returned is Python's own. `remedy` says in
-words what to give.
+They return Python's own numbers. `remedy` says what to give.
 """
 
 from __future__ import annotations
@@ -25,22 +23,22 @@ from probemon.errors import ConfigError, ProbemonError, UnknownSetting, closest
 if TYPE_CHECKING:
     from torch import Tensor
 
-MOST = 2**63 - 1  # what a whole number may be: those of NumPy and of compiled code end here
+MOST = 2**63 - 1
 LARGEST = float(np.finfo(np.float32).max)
 _FINITE = float(np.finfo(np.float64).max)
 _SHOWN = 60
 
 
 def is_int(value: object) -> bool:
-    """Whether it is a whole number of 64 bits, and no bool."""
+    """True for a whole number of 64 bits, not bool."""
     number = _number(value)
     return isinstance(number, int) and -MOST <= number <= MOST
 
 
 def is_number(value: object) -> bool:
-    """Whether it is a finite number that fp32 holds, and no bool."""
+    """True for a finite number in fp32's range, not bool."""
     number = _number(value)
-    # NaN is not; whole numbers of any size are compared exactly.
+    # False for NaN; whole numbers are compared exactly.
     return number is not None and -LARGEST <= number <= LARGEST
 
 
@@ -80,11 +78,7 @@ def check_number(
     remedy: str = "give a number",
     error: type[ProbemonError] = ConfigError,
 ) -> float:
-    """`value` as a number from `low` to `high`.
-
-    `open_low`, `open_high`: without the bound itself.
-    `infinite`: infinities are numbers, too.
-    """
+    """`value` as a number from `low` to `high`; `open_low`, `open_high` exclude the bound."""
     number = _number(value)
     if (
         number is None
@@ -105,7 +99,7 @@ def check_share(
 
 
 def check_bool(name: str, value: object, error: type[ProbemonError] = ConfigError) -> bool:
-    """`value`, which is True or False."""
+    """`value`, True or False."""
     if not isinstance(value, (bool, np.bool_)):
         raise error(f"{name} is {shown(value)}: give True or False")
     return bool(value)
@@ -118,21 +112,21 @@ def check_callable(name: str, value: object) -> None:
 
 
 def check_text(name: str, value: object, error: type[ProbemonError] = ConfigError) -> str:
-    """`value`, which is a text."""
+    """`value`, a text."""
     if not isinstance(value, str):
         raise error(f"{name} is {shown(value)}: give a text")
     return value
 
 
 def check_choice(name: str, value: object, choices: Collection[str], error: type[ProbemonError] = ConfigError) -> str:
-    """`value`, which is one of some texts."""
+    """`value`, one of `choices`."""
     if not isinstance(value, str) or value not in choices:
         raise error(f"{name} is {shown(value)}: expected one of {', '.join(choices)}")
     return value
 
 
 def check_settings(kind: type, names: Iterable[str], of: str = "") -> None:
-    """Raise `UnknownSetting` for a name that is no field of a dataclass; where it says `of` what, naming all fields."""
+    """Raise `UnknownSetting` for a name that is not a field of a dataclass."""
     known = [field.name for field in fields(kind)]
     for name in names:
         if name not in known:
@@ -141,14 +135,14 @@ def check_settings(kind: type, names: Iterable[str], of: str = "") -> None:
 
 
 def check_mapping(name: str, value: object, error: type[ProbemonError] = ConfigError) -> Mapping[str, Any]:
-    """`value`, which is a dict, its keys texts."""
+    """`value`, a dict with texts as keys."""
     if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
         raise error(f"{name} is {shown(value)}: give a dict whose keys are texts")
     return value
 
 
 def check_mappings(name: str, value: object, error: type[ProbemonError] = ConfigError) -> Sequence[Mapping[str, Any]]:
-    """`value`, which is a list of dicts."""
+    """`value`, a list of dicts."""
     if not isinstance(value, Sequence) or isinstance(value, (str, bytes)):
         raise error(f"{name} is {shown(value)}: give a list of dicts")
     for at, one in enumerate(value):
@@ -159,8 +153,8 @@ def check_mappings(name: str, value: object, error: type[ProbemonError] = Config
 def check_tensor(
     name: str, value: object, shape: tuple[int, ...] | None = None, error: type[ProbemonError] = ConfigError
 ) -> Tensor:
-    """`value`, which is a dense tensor, of a shape where one is given."""
-    import torch  # here: the command line starts without it
+    """`value`, a dense tensor, of `shape` if given."""
+    import torch  # the command line starts without it
 
     if not isinstance(value, torch.Tensor) or value.layout != torch.strided or value.device.type == "meta":
         raise error(f"{name} is {shown(value)}: give a tensor with values (torch.from_numpy makes one of an array)")
@@ -170,7 +164,7 @@ def check_tensor(
 
 
 def shown(value: object) -> str:
-    """`repr(value)`, cut where it is long; Python refuses to write the longest numbers."""
+    """`repr(value)`, shortened."""
     try:
         text = repr(value)
     except ValueError:
@@ -179,7 +173,7 @@ def shown(value: object) -> str:
 
 
 def _number(value: object) -> int | float | None:
-    """Python's own number, or None for what is none."""
+    """Python's own number, or None."""
     if isinstance(value, np.integer):
         return int(value)
     if isinstance(value, np.floating):
@@ -188,7 +182,7 @@ def _number(value: object) -> int | float | None:
 
 
 def plain(value: object) -> object:
-    """NumPy's numbers as Python's own, also in a tuple: settings are written to JSON."""
+    """NumPy's numbers as Python's own, also in a tuple."""
     if isinstance(value, tuple):
         return tuple(map(plain, value))
     number = _number(value)
@@ -196,5 +190,5 @@ def plain(value: object) -> object:
 
 
 def is_missing(value: object) -> bool:
-    """Whether it is NaN, which stands for a number that is not known."""
+    """True for NaN, an unknown number."""
     return isinstance(value, (float, np.floating)) and math.isnan(value)

@@ -1,4 +1,4 @@
-"""Numbers with what they count.
+"""Counts with their nouns.
 
 counted(1, "probe")            # "1 probe"
 counted(1_204, "probe")        # "1204 probes"
@@ -8,5 +8,5 @@ from __future__ import annotations
 
 
 def counted(n: int, noun: str) -> str:
-    """Return a count and its noun, in the plural but for 1."""
+    """Return a count and its noun, plural except for 1."""
     return f"{n} {noun}{'' if n == 1 else 's'}"

@@ -1,4 +1,4 @@
-"""Optional packages, imported where they are needed.
+"""Optional packages, imported on use.
 
 pa = import_arrow("ParquetSink")        # pyarrow, with pa.parquet
 ipython = import_ipython("show")        # IPython, with IPython.display
@@ -12,7 +12,7 @@ from probemon.errors import MissingExtra
 
 
 def import_arrow(needed_by: str) -> Any:
-    """Import pyarrow with its parquet. Raises `MissingExtra` that says what needs it."""
+    """Import pyarrow with its parquet. Raises `MissingExtra`."""
     try:
         import pyarrow.parquet
     except ImportError as error:
@@ -21,7 +21,7 @@ def import_arrow(needed_by: str) -> Any:
 
 
 def import_ipython(needed_by: str) -> Any:
-    """Import IPython with its display. Raises `MissingExtra` that says what needs it."""
+    """Import IPython with its display. Raises `MissingExtra`."""
     try:
         import IPython.display
     except ImportError as error:

@@ -1,12 +1,8 @@
-"""Names what a file is, by its first bytes, for errors about files of another kind than was wanted.
+"""Names the kind of a file by its first bytes, for error messages.
 
-    kind_of(path)                          # "a PDF", "tensors of llama.cpp (GGUF)"; "" for texts and what is unknown
-    remedy_of("compressed by xz")          # what to do about a kind wherever texts are read, or ""
-    begins_json(b'{"text": ...')           # True: JSON lines, by how they begin
-    is_spread_json(b'{\n  "text": ...')    # True: one object over several lines, not an object a line
-    dataset_folder(path)                   # what a folder of `datasets` is, and how to write it as parquet; or ""
-
-Nothing that is read is run, and at most `BEGIN_BYTES` of a file are read, and the table of a zip archive.
+kind_of(path)                          # "a PDF", "tensors of llama.cpp (GGUF)"; "" for texts and unknown kinds
+remedy_of("compressed by xz")          # what to do with such a file, or ""
+dataset_folder(path)                   # what a folder of `datasets` is, and the remedy; or ""
 """
 
 from __future__ import annotations
@@ -54,14 +50,13 @@ _MARKS = {
     b"fLaC\0": "sound (FLAC)",
 }
 _BZIP2, _ORC, _RIFF = "compressed by bzip2", "an ORC file", "a picture, sound or video (RIFF)"
-# What is packed, and what holds rows; of anything else each reader says what it wants.
 _PACKED = ("compressed by ", "an archive of ", "a zip archive")
 _ROWS = ("parquet", "an Arrow ", "an Avro ", _ORC, "HDF5", "a database ")
-_CONTROL = re.compile(rb"[\0-\x08\x0e-\x1a\x1c-\x1f]")  # what is in no text; of \x1b terminals are told colours
+_CONTROL = re.compile(rb"[\0-\x08\x0e-\x1a\x1c-\x1f]")  # never in texts; \x1b may begin a colour
 
 
 def kind_of(path: Path) -> str:
-    """Return what a file is, or "" if its first bytes do not say it or cannot be read."""
+    """Return the kind of a file, or ""."""
     try:
         with path.open("rb") as stream:
             begin = stream.read(tarfile.BLOCKSIZE)
@@ -73,10 +68,10 @@ def kind_of(path: Path) -> str:
 
 
 def kind_of_bytes(begin: bytes) -> str:
-    """Return what a file is that begins with some bytes, or ""."""
+    """Return the kind of a file with these first bytes, or ""."""
     if begin[:3] == b"BZh" and begin[4:10] in (b"1AY&SY", b"\x17rE8P\x90"):
         return _BZIP2
-    if begin[:3] == b"ORC" and _CONTROL.search(begin):  # three letters alone begin a text, too
+    if begin[:3] == b"ORC" and _CONTROL.search(begin):
         return _ORC
     if begin[:4] == b"RIFF" and begin[8:12] in (b"WEBP", b"WAVE", b"AVI "):
         return _RIFF
@@ -92,7 +87,7 @@ def kind_of_bytes(begin: bytes) -> str:
 
 
 def remedy_of(kind: str) -> str:
-    """Return what to do about a file of a kind where texts are read; "" where the kind does not say it."""
+    """Return what to do with a file of a kind, or ""."""
     if kind.startswith(_PACKED):
         return "unpack it, and give the files in it"
     return "write its rows as .jsonl or .parquet" if kind.startswith(_ROWS) else ""
@@ -100,7 +95,7 @@ def remedy_of(kind: str) -> str:
 
 def _is_tar(block: bytes) -> bool:
     try:
-        tarfile.TarInfo.frombuf(block, "utf-8", "surrogateescape")  # which asks for the right sum
+        tarfile.TarInfo.frombuf(block, "utf-8", "surrogateescape")
     except tarfile.HeaderError:
         return False
     return True
@@ -118,38 +113,35 @@ def _zip_kind(path: Path) -> str:
 
 
 def without_mark(begin: bytes) -> bytes:
-    """Return the first bytes of a text without the mark of UTF-8 and blank lines."""
+    """Remove a UTF-8 byte order mark and blank lines."""
     return begin.removeprefix(b"\xef\xbb\xbf").lstrip()
 
 
 def begins_json(begin: bytes) -> bool:
-    """True if the first bytes of a text, or what is there of them, begin a JSON object."""
+    """True if a text begins with a JSON object, maybe cut off."""
     return re.match(rb'\{\s*(?:["}]|\Z)', without_mark(begin)) is not None
 
 
 def begins_array(begin: bytes) -> bool:
-    """True if the first bytes of a text begin a JSON array of objects."""
+    """True if a text begins with a JSON array of objects."""
     begin = without_mark(begin)
     return begin.startswith(b"[") and begins_json(begin[1:])
 
 
 def is_spread_json(begin: bytes) -> bool:
-    """True if a text begins with a JSON object that goes on in the next line.
-
-    The first of JSON lines may be cut off: then the next one begins an object.
-    """
+    """True if a text begins with a JSON object over several lines, not with a cut JSON line."""
     first, newline, rest = without_mark(begin).partition(b"\n")
     following = rest.lstrip()
     return (
         first.startswith(b"{")
         and bool(newline and following)
         and not first.rstrip().endswith(b"}")
-        and following[:1] in b'"}'  # a key, or the end
+        and following[:1] in b'"}'
     )
 
 
 def dataset_folder(path: Path) -> str:
-    """Return what a folder that `datasets` saved is, with the remedy; "" for any other folder."""
+    """Describe a folder that `datasets` saved, with the remedy; else ""."""
     try:
         if (path / "dataset_dict.json").is_file():
             part = "['train']"

@@ -1,10 +1,8 @@
-"""Files that appear whole or not at all, and their hashes.
+"""Writes files atomically, and hashes them.
 
 write_text_atomically(path, text)
-replace_file(new, path)                 # OSError where a device or a pipe is there
+replace_file(new, path)
 save_tensors(path, {"w1": ...})
-sha256(path)
-why_not_writable(path)                  # "" where a file or folder can be made there
 """
 
 from __future__ import annotations
@@ -29,12 +27,9 @@ def sha256(path: Path) -> str:
 
 
 def save_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str] | None = None) -> None:
-    """Write a safetensors file, readable by all (safetensors makes it private).
-
-    Raises `OSError` where it cannot be written.
-    """
+    """Write a safetensors file with mode 0644. Raises `OSError`."""
     from safetensors import SafetensorError
-    from safetensors.torch import save_file  # the command line hashes files without torch, which takes seconds to load
+    from safetensors.torch import save_file  # imported here: hashing must not load torch
 
     try:
         save_file(tensors, path, metadata)
@@ -61,13 +56,10 @@ def write_text_atomically(path: Path, text: str) -> None:
 
 
 def replace_file(new: str | os.PathLike[str], target: str | os.PathLike[str]) -> None:
-    """Rename `new` to `target`, in the place of a file. Raises `OSError`, also where a device or a pipe is there.
-
-    Whoever has all rights would take /dev/null away from the whole machine.
-    """
+    """Rename `new` to `target`. Raises `OSError`, also for a device or a pipe: root would replace /dev/null."""
     try:
         mode = os.stat(target).st_mode
-    except OSError:  # there is nothing, or renaming says what is wrong
+    except OSError:  # nothing is there, or the rename fails
         mode = stat.S_IFREG
     if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
         raise OSError(errno.EEXIST, "It is a device or a pipe, which is not replaced", os.fspath(target))
@@ -75,10 +67,7 @@ def replace_file(new: str | os.PathLike[str], target: str | os.PathLike[str]) ->
 
 
 def why_not_writable(path: Path) -> str:
-    """Return why nothing can be made at `path`, empty where it can: tried in the nearest folder that is there.
-
-    Rights alone do not say it: whoever has all of them is told yes, and then no by the file system.
-    """
+    """Return why nothing can be made at `path`, or "". Tries it: permissions are not enough."""
     above = next(parent for parent in path.absolute().parents if os.path.lexists(parent))
     if not os.path.exists(above):
         return f"{above} is a link that leads nowhere"

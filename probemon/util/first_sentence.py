@@ -1,4 +1,4 @@
-"""What somebody else's error says, in one line that ends where a sentence does.
+"""Shortens another library's error to one line.
 
 first_sentence(OSError("no tokenizer from one of:\\n(1) a file,\\n(2) a class.\\nInstall it."))
 # "no tokenizer from one of: (1) a file, (2) a class"
@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import re
 
-_END = re.compile(r"[.!?](?=\s+[A-Z])")  # of a sentence
+_END = re.compile(r"[.!?](?=\s+[A-Z])")
 _GOES_ON = (":", ",", ";", "(")
 
 
 def first_sentence(error: BaseException | None, most: int = 300) -> str:
-    """Return the first line of an error, or the first sentence where that goes on in the next line, without its full
-    stop and of at most `most` characters; the name of its kind where it says nothing.
-    """
+    """Return the first line of an error (first sentence if it spans lines), or its class's name."""
     lines = [line.strip() for line in str(error or "").splitlines() if line.strip()]
     if not lines:
         return type(error).__name__

@@ -1,7 +1,6 @@
-"""What a path that does not exist may have meant: folders beside it of a like name.
+"""Suggests folders of similar names for a path that does not exist.
 
 near_folders("probes/wordnet-smollm", "manifest.json")         # ["probes/wordnet-smollm2-135m"]
-near_folders("dme", "config.json", ["demo"])                   # ["demo"]
 """
 
 from __future__ import annotations
@@ -10,11 +9,11 @@ import difflib
 from collections.abc import Iterable
 from pathlib import Path
 
-_MOST_LOOKED_AT = 1000  # a name beyond them is not offered
+_MOST_LOOKED_AT = 1000
 
 
 def folders_with(above: Path, marker: str) -> list[str]:
-    """Return the names of the folders in `above` that hold a file `marker`; none where it cannot be read."""
+    """Return the sorted names of folders in `above` with a file `marker`."""
     names: list[str] = []
     try:
         for folder in above.iterdir():
@@ -28,13 +27,13 @@ def folders_with(above: Path, marker: str) -> list[str]:
 
 
 def near_folders(path: str, marker: str, names: Iterable[str] = ()) -> list[str]:
-    """Return at most three folders that hold a file `marker` beside `path`, or of `names`, the nearest first."""
+    """Return the three names nearest to `path`: siblings with a file `marker`, or of `names`."""
     wanted = Path(path)
-    beside = folders_with(wanted.parent, marker)
-    near = difflib.get_close_matches(wanted.name, {*beside, *names}, n=3, cutoff=0.6)
-    return [str(wanted.parent / name) if name in beside else name for name in near]
+    siblings = folders_with(wanted.parent, marker)
+    near = difflib.get_close_matches(wanted.name, {*siblings, *names}, n=3, cutoff=0.6)
+    return [str(wanted.parent / name) if name in siblings else name for name in near]
 
 
 def is_path(text: str) -> bool:
-    """Whether a text that is no folder can only have been meant as a path, since the hub has no such names."""
+    """True if a text must be a path, since hub names never look so."""
     return text.startswith((".", "~", "/", "\\")) or text.endswith("/") or text.count("/") > 1 or "\\" in text

@@ -1,12 +1,9 @@
-"""Concepts near a name that a pack does not have: by what it means, and only then by how it is spelt.
+"""Suggests concepts near a name that a pack does not have: first by meaning, then by spelling.
 
     near = NearNames(concepts, path)                 # path(probe): names from the root down
-    near.by_meaning("dolphin")                       # [41]: dolphins lie under "whale"
-    near.suggestion("dolphin")                       # ": the nearest in meaning is 'whale' (animal > whale)"
     near.suggestion("whael")                         # ", did you mean 'whale'?"
 
-What a word means is read from the concepts' own lines: their names and `lemmas`, their `words` (of what lies under
-them), and their `definition`. No line needs any but the name.
+Meaning comes from names, `lemmas`, `words` (of what is under a concept) and `definition`.
 """
 
 from __future__ import annotations
@@ -18,22 +15,22 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
-_MOST = 3  # concepts that a suggestion names
-_ALIKE = 0.8  # of difflib's ratio: one letter in five
-_TELLING = 4  # letters of a word that is looked for in definitions
+_MOST = 3
+_ALIKE = 0.8  # one letter in five differs
+_TELLING = 4  # letters of a word to search in definitions
 _LETTERS = re.compile(r"\w+(?:['-]\w+)*")
 _SINGULARS = (("ies", "y"), ("sses", "ss"), ("ches", "ch"), ("shes", "sh"), ("xes", "x"), ("ves", "f"), ("s", ""))
 
 
 class NearNames:
-    """What the concepts of a pack are called, and what their lines say that they mean."""
+    """Names and meanings of a pack's concepts."""
 
     def __init__(self, concepts: Sequence[Mapping[str, Any]], path: Callable[[int], list[str]]) -> None:
         self._concepts, self._path = concepts, path
 
     def suggestion(self, wanted: str) -> str:
-        """Return the end of an error's sentence that names what may have been meant."""
-        _, _, bare = wanted.rpartition(":")  # of several packs a name is "pack:name"
+        """Return the end of an error message that suggests concepts."""
+        _, _, bare = wanted.rpartition(":")  # a group's names are "pack:name"
         names = {name for concept in self._concepts for name in (concept["id"], concept["name"])}
         if same := [self._concepts[probe]["name"] for form in _forms(bare) for probe in self._by_name.get(form, ())]:
             return f", did you mean {same[0]!r}?"
@@ -46,14 +43,12 @@ class NearNames:
             return f", did you mean {spelt[0]!r}?"
         if words := _alike(_folded(bare), self._by_word):
             return f", did you mean {words[0]!r}, which is something under {self._placed(self._by_word[words[0]][0])}?"
-        return ": nothing near it is there, and probemon concepts shows all there are"
+        return ": no concept has a similar name; probemon concepts lists all of them"
 
     def by_meaning(self, wanted: str) -> list[int]:
-        """Return the probes that mean something near a name, the nearest first.
+        """Return the probes near a name in meaning, the nearest first.
 
-        The first of these that finds any: concepts of which it is a synonym; those that list it among the words under
-        them; those with it in their name; the same of its last word, where it has several; those with the whole of it
-        in their definition, the shortest first.
+        Searches names, synonyms, words, parts of names; then the same for the last word; then definitions.
         """
         for text in dict.fromkeys([_folded(wanted), *_folded(wanted).split()[-1:]]):
             forms = _forms(text)
@@ -90,7 +85,7 @@ class NearNames:
 
     @cached_property
     def _definitions(self) -> list[tuple[int, str]]:
-        """The words of each definition, between spaces."""
+        """Probe and definition, its words between spaces."""
         return [
             (probe, f" {_folded(definition)} ")
             for probe, concept in enumerate(self._concepts)
@@ -99,12 +94,10 @@ class NearNames:
 
 
 def _alike(text: str, names: Iterable[str]) -> list[str]:
-    """Return the one of the names that is spelt most alike, if any is."""
     return difflib.get_close_matches(text, names, n=1, cutoff=_ALIKE)
 
 
 def _index(texts: Iterable[Iterable[str]]) -> dict[str, list[int]]:
-    """Return the numbers of the lists that each text is in."""
     index = defaultdict[str, list[int]](list)
     for number, several in enumerate(texts):
         for text in dict.fromkeys(several):
@@ -113,17 +106,16 @@ def _index(texts: Iterable[Iterable[str]]) -> dict[str, list[int]]:
 
 
 def texts_of(value: Any) -> list[str]:
-    """Return the texts of a list from a concept's line, which may hold anything."""
+    """Return the texts of a list, which may be malformed."""
     return [text for text in value if isinstance(text, str)] if isinstance(value, list) else []
 
 
 def _folded(text: str) -> str:
-    """Return a text without capitals, marks and what stands in brackets: "War-Crime (act)" is "war crime"."""
+    """Normalise a text: "War-Crime (act)" is "war crime"."""
     return " ".join(_LETTERS.findall(re.sub(r"\(.*?\)", " ", text.casefold()).replace("_", " ").replace("-", " ")))
 
 
 def _forms(text: str) -> tuple[str, ...]:
-    """Return what a text is once folded, and what it is the plural of."""
     folded = _folded(text)
     singulars = [folded.removesuffix(end) + last for end, last in _SINGULARS if folded.endswith(end)]
     return tuple(dict.fromkeys([folded, *(singular for singular in singulars if len(singular) > 2)]))

@@ -1,9 +1,7 @@
-"""Shadow: put a method before a model's own, on the instance, and take it away again without trace.
+"""Patches a method of a model instance until a stack closes.
 
-    with ExitStack() as stack:
-        shadow(stack, owner, model, "generate", around)        # model.generate(...) is around(original, ...)
-
-Owners that shadow one object may leave in any order: who left first is skipped when the others do.
+with ExitStack() as stack:
+    shadow(stack, owner, model, "generate", around)        # model.generate(...) is around(original, ...)
 """
 
 from __future__ import annotations
@@ -16,24 +14,24 @@ from typing import Any, Protocol
 
 
 class Owner(Protocol):
-    """Who put a shadow there; once the owner is no longer `open`, its shadows only pass through."""
+    """Owner of a patch, which after `open` only calls the original."""
 
     open: bool
 
 
-# The owner of each shadow, and what it shadows.
+# Each patch's owner, and the method below.
 _SHADOWS: weakref.WeakKeyDictionary[Any, tuple[Owner, Any]] = weakref.WeakKeyDictionary()
 
 
 def unshadowed(method: Any) -> Any:
-    """Return what lies under all shadows; None where it is the class's own."""
+    """Return the method below all patches; None if it is the class's."""
     while method is not None and method in _SHADOWS:
         method = _SHADOWS[method][1]
     return method
 
 
 def is_shadowed_by(owner: Owner, target: Any, name: str) -> bool:
-    """Whether a shadow of `owner` is before a method of `target`, under those of others or not."""
+    """True if `owner` patched a method of `target`."""
     method = vars(target).get(name)
     while method is not None:
         if method in _SHADOWS and _SHADOWS[method][0] is owner:
@@ -43,13 +41,13 @@ def is_shadowed_by(owner: Owner, target: Any, name: str) -> bool:
 
 
 def shadow(stack: ExitStack, owner: Owner, target: Any, name: str, around: Callable[..., Any]) -> None:
-    """Put `around(original, ...)` before a method of `target`, until `stack` closes."""
+    """Patch a method of `target` with `around(original, ...)` until `stack` closes. Owners may close in any order."""
     attributes = vars(target)
     original, previous = getattr(target, name), attributes.get(name)
 
     @functools.wraps(original)
     def method(*args: Any, **kwargs: Any) -> Any:
-        # Another run may have shadowed this one and outlived it: then it only passes through.
+        # A later patch may outlive this one.
         return around(original, *args, **kwargs) if owner.open else original(*args, **kwargs)
 
     def restore() -> None:
@@ -57,10 +55,10 @@ def shadow(stack: ExitStack, owner: Owner, target: Any, name: str, around: Calla
             return
         below = previous
         while below is not None and below in _SHADOWS and not _SHADOWS[below][0].open:
-            below = _SHADOWS[below][1]  # its run closed first and could not take it away
+            below = _SHADOWS[below][1]  # a closed owner could not remove it
         if below is None:
             del attributes[name]
-        else:  # not deleted first: a thread that generates meanwhile would miss it
+        else:  # no deletion first: a generating thread would miss it
             attributes[name] = below
 
     _SHADOWS[method] = (owner, previous)

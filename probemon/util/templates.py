@@ -1,10 +1,9 @@
-"""HTML from templates: macros in files `*.html.j2`, which lie beside the module that calls them.
+"""HTML from templates: macros in files `*.html.j2` next to the module that calls them.
 
     page = macros("packs/pack.html.j2")
-    page.levels(rows)                       # safe HTML, which another macro may be given
+    page.levels(rows)                       # safe HTML, also for another macro
 
-Every value is escaped, and a text made harmless first, but for line ends and tabs (`harmless("\\n")`: but for line
-ends). A template knows `clip` and `fmt`, which is Python's `format`; a name that nobody gave it is an error.
+Values are escaped and made harmless, except line ends and tabs. Filters: `clip`, `harmless`, `fmt` (Python's `format`).
 """
 
 from __future__ import annotations
@@ -17,22 +16,22 @@ from probemon.util.harmless_text import clip, harmless
 
 @cache
 def macros(path: str) -> Any:
-    """Return the macros of a template as functions; `path` begins below `probemon/`."""
+    """Return a template's macros; `path` is relative to `probemon/`."""
     return template_environment().get_template(path).module
 
 
 @cache
 def template_environment() -> Any:
-    """Return what all templates share. Jinja2 is imported here: it takes longer than most modules of ours."""
+    """Return the shared environment. Jinja2 is slow to import."""
     from jinja2 import Environment, PackageLoader, StrictUndefined
     from markupsafe import Markup
 
     def shown(value: Any) -> Any:
         return harmless(value, keep="\n\t") if isinstance(value, str) and not isinstance(value, Markup) else value
 
-    made = Environment(
+    environment = Environment(
         loader=PackageLoader("probemon", ""), autoescape=True, undefined=StrictUndefined, finalize=shown,
         trim_blocks=True, lstrip_blocks=True,
     )  # fmt: skip
-    made.filters.update(clip=clip, harmless=harmless, fmt=format)
-    return made
+    environment.filters.update(clip=clip, harmless=harmless, fmt=format)
+    return environment

@@ -1,11 +1,9 @@
-"""YAML that somebody wrote by hand: its value, and the line of each of its parts.
+"""Hand-written YAML (or JSON): its value, and the line of each part.
 
     text = read_yaml(path.read_text(), path.name, ConfigError)
-    text.value                           # of dicts, lists, texts, numbers
-    text.line(["rules", 0, "above"])     # 12; of what is not there that of what it would be in
+    text.line(["rules", 0, "above"])     # 12; for a missing part, its parent's
 
-JSON is read, too. A key that stands twice is an error, where YAML's own reader loses the first. So is what is no YAML,
-or is nested too deeply.
+Repeated keys are errors: YAML's own reader drops the first.
 """
 
 from __future__ import annotations
@@ -20,7 +18,7 @@ from probemon.errors import ProbemonError
 
 @dataclass(frozen=True)
 class YamlText:
-    """What a text holds. `root`: its node, None of an empty text; `aliases`: the lines at which one stands."""
+    """A parsed text. `root`: its node or None; `aliases`: the lines that use one."""
 
     value: Any
     root: Any
@@ -38,32 +36,32 @@ class YamlText:
 
 
 def read_yaml(text: str, name: str, error: type[ProbemonError]) -> YamlText:
-    """Read a text. Raises `error`, which begins with the `name` of its file and names the line where one is known."""
+    """Read a text. Raises `error` with `name` and the line."""
     import yaml
 
     try:
         root = yaml.compose(text, Loader=yaml.SafeLoader)
         aliases = _look(root, name, error)
         return YamlText(yaml.safe_load(text), root, aliases)
-    except error:  # which may be a ValueError, too
+    except error:
         raise
     except RecursionError:
         raise error(f"{name} is nested too deeply: write it flatter") from None
     except yaml.MarkedYAMLError as raised:
-        where = "" if raised.problem_mark is None else f", line {raised.problem_mark.line + 1},"
-        raise error(f"{name}{where} is no YAML: {' '.join(str(raised.problem or raised).split())}") from None
-    except (yaml.YAMLError, ValueError, TypeError) as raised:  # a date that there is not is a ValueError
-        raise error(f"{name} is no YAML: {' '.join(str(raised).split())}") from None
+        place = "" if raised.problem_mark is None else f", line {raised.problem_mark.line + 1},"
+        raise error(f"{name}{place} is not YAML: {' '.join(str(raised.problem or raised).split())}") from None
+    except (yaml.YAMLError, ValueError, TypeError) as raised:  # an impossible date is a ValueError
+        raise error(f"{name} is not YAML: {' '.join(str(raised).split())}") from None
 
 
 def _look(root: Any, name: str, error: type[ProbemonError]) -> tuple[int, ...]:
-    """Raise `error` for a key that stands twice; return the lines of aliases."""
+    """Raise `error` for a repeated key; return the aliases' lines."""
     import yaml
 
     waiting, done, aliases = deque([(root, 0)] if root is not None else []), set[int](), []
     while waiting:
         node, line = waiting.popleft()
-        if id(node) in done:  # maybe of what it is in
+        if id(node) in done:
             aliases.append(line)
             continue
         done.add(id(node))
@@ -85,7 +83,6 @@ def _look(root: Any, name: str, error: type[ProbemonError]) -> tuple[int, ...]:
 
 
 def _entry(node: Any, step: str | int) -> tuple[int, Any] | None:
-    """Return the line and the node of a part of a node, None where there is none."""
     import yaml
 
     if isinstance(node, yaml.SequenceNode) and isinstance(step, int) and step < len(node.value):

@@ -226,8 +226,8 @@ MUTATIONS = [
     ),
     (
         "tracking/beams.py",
-        "parent, origin[row] = known",
-        "parent, origin[row] = known[0], row",
+        "parent, origin[row] = running_parent",
+        "parent, origin[row] = running_parent[0], row",
         "a beam's retained set stays with its row",
     ),
     ("tracking/beams.py", "b = row // self.n_beams", "b = row % self.n_beams", "beams belong to the wrong prompt"),
@@ -356,7 +356,7 @@ MUTATIONS = [
     ),
     (
         "tracking/recording.py",
-        "real[:, :known] = mask[:, self.offset : self.offset + known] != 0",
+        "real[:, :n_columns] = mask[:, self.offset : self.offset + n_columns] != 0",
         "pass",
         "padding appears in the result",
     ),
@@ -386,7 +386,7 @@ MUTATIONS = [
     ),
     (
         "tracking/generate_call.py",
-        "any(_is_used(given.get(name)) for name in CACHES)",
+        "any(_is_used(arguments.get(name)) for name in CACHES)",
         "False",
         "a second turn that starts from a wrong state is scored",
     ),
@@ -430,7 +430,7 @@ MUTATIONS = [
     ),
     (
         "tracking/generate_call.py",
-        "        of_decoder: bool(of_decoder),\n",
+        "        decoder_way: bool(decoder_way),\n",
         "",
         "a decoder's padding is not asked about",
     ),
@@ -479,8 +479,8 @@ MUTATIONS = [
     ),
     (
         "tracking/generation.py",
-        "for one in (self, *self.beside):",
-        "for one in (self,):",
+        "for generation in (self, *self.beside):",
+        "for generation in (self,):",
         "a held streamer shows where another run stopped",
     ),
     (
@@ -522,7 +522,7 @@ MUTATIONS = [
     ),
     (
         "lab/corpora/state_reader.py",
-        "            check_states(site, hidden, own.shape, self.widths[site])\n",
+        "            check_states(site, hidden, forward.shape, self.widths[site])\n",
         "",
         "a corpus is scored whatever its layers give",
     ),
@@ -640,14 +640,14 @@ MUTATIONS = [
     ),
     (
         "tracking/run_recordings.py",
-        "(own is not None and own.recording is recording and own.is_untouched(cache))",
-        "own is not None",
+        "(filled is not None and filled.recording is recording and filled.is_untouched(cache))",
+        "filled is not None",
         "a recurrent state that is touched within a loop by hand is taken as it is",
     ),
     (
         "tracking/run_recordings.py",
-        "if found and all(_alike(found[0], one, rows.n_rows, n_columns) for one in found[1:]) else None",
-        "if found else None",
+        "if hits and all(_alike(hits[0], one, rows.n_rows, n_columns) for one in hits[1:]) else None",
+        "if hits else None",
         "a copy of a cache is taken for that of another one that is like it",
     ),
     (
@@ -664,8 +664,8 @@ MUTATIONS = [
     ),
     (
         "tracking/recording.py",
-        "entries, own = np.nonzero((rows[:, None] == self.origin) & (columns < self.end)[:, None])",
-        "entries, own = np.nonzero(rows[:, None] == self.origin)",
+        "entries, later_rows = np.nonzero((rows[:, None] == self.origin) & (columns < self.end)[:, None])",
+        "entries, later_rows = np.nonzero(rows[:, None] == self.origin)",
         "of a row that was moved, columns of an earlier turn are taken twice",
     ),
     (
@@ -689,7 +689,7 @@ MUTATIONS = [
     ("tracking/generate_call.py", "        if after:\n", "        if False:\n", "a prompt that ends in padding is run"),
     (
         "tracking/decoder_hooks.py",
-        "elif own is None and not thread.inside:",
+        "elif custom is None and not thread.inside:",
         "elif False:",
         "layers that run past the decoder are not told",
     ),
@@ -713,8 +713,8 @@ MUTATIONS = [
     ),
     (
         "lab/corpora/state_reader.py",
-        "self._runs = model if wrapped else find_layers(host)[0]",
-        "self._runs = find_layers(host)[0]",
+        "self._runs = model if wrapped else find_layers(decoder)[0]",
+        "self._runs = find_layers(decoder)[0]",
         "a corpus is read without what PEFT's wrapper sets up",
     ),
     (

@@ -74,7 +74,7 @@ def step_overhead_pct(folder: Path) -> dict[str, Any]:
 
 
 def ladder_down_tokens(folder: Path) -> dict[str, Any]:
-    """Count the tokens until a budget of 3 ms is on its last rung, when hooks on a random host take 30 ms more."""
+    """Count the tokens until a budget of 3 ms is at its last level, when hooks on a random model take 30 ms more."""
     down, _, hooks_ms = _ladder(folder)
     return {"value": down, "hooks_ms": hooks_ms, "bar": "<= 50"}
 
@@ -101,8 +101,8 @@ CLAIMS: dict[str, Callable[[Path], dict[str, Any]]] = {
 
 
 def _ladder(folder: Path) -> tuple[int | None, int | None, float]:
-    """Return how many tokens a ladder needs down to its last rung, and up again, by the time that steps really take;
-    None where it did not come to it; and what hooks take in a step then. Every token's coverage has to add up.
+    """Return how many tokens a budget needs down to its last level, and up again, by real time (None if it was not
+    reached), and the milliseconds of hooks in a step then. Every token's coverage has to add up.
     """
     import torch
 
@@ -110,7 +110,7 @@ def _ladder(folder: Path) -> tuple[int | None, int | None, float]:
     from probemon import DynamicProbeManager
     from probemon.ops.budget import Budget
 
-    model, rungs, slow = make_model(), list[str](), True
+    model, degradations, slow = make_model(), list[str](), True
     pack = make_pack(folder / "pack", model)
     with DynamicProbeManager(pack, audit_rate=0.1).attach(model, followers=[Budget(ms=3.0)]) as run:
 
@@ -120,20 +120,20 @@ def _ladder(folder: Path) -> tuple[int | None, int | None, float]:
                 total = covered.active[i] + covered.dropped[i] + covered.not_reached[i]
                 assert total == (0 if unseen else pack.n_probes) and covered.shed[i] <= covered.not_reached[i]
             if placed.columns[0] >= _PROMPT:
-                rungs.append(run.watching.rung_name)
+                degradations.append(run.watching.degradation_name)
             if slow:
                 time.sleep(0.03)
 
         run.follow(step)
         for slow in (True, False):
             if not slow:
-                down = rungs.index("off") if "off" in rungs else None
-                rungs.clear()
+                down = degradations.index("off") if "off" in degradations else None
+                degradations.clear()
             for _ in range(1 if slow else 4):
                 prompt = torch.arange(1, 1 + _PROMPT)[None]
                 model.generate(prompt, max_new_tokens=60, do_sample=False, eos_token_id=None, pad_token_id=0)
         hooks_ms = round(1e3 * statistics.median(list(run.forward_seconds)[-50:]), 2)
-    return down, rungs.index("all") if "all" in rungs else None, hooks_ms
+    return down, degradations.index("all") if "all" in degradations else None, hooks_ms
 
 
 def _exposition_of_random(folder: Path, n: int, named: list[str], seconds: list[float] | None = None) -> str:

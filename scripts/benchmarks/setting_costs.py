@@ -1,5 +1,5 @@
 # ruff: noqa: E402
-"""What settings cost and find with the shipped packs, on the states of a text: the table of docs/settings.md.
+"""What settings cost and find with the shipped packs, on the states of a text: the table of docs/scores.md.
 
     python scripts/benchmarks/setting_costs.py --out docs/benchmarks/settings.json       # a minute
 

@@ -15,7 +15,7 @@ from torch.nn import functional
 from transformers import DynamicCache
 
 from probemon.adapters.ltm import memory_of
-from probemon.errors import NotSupportedDecoding
+from probemon.errors import UnsupportedDecoding
 from probemon.host.recurrent.scan import scan_chunked, scan_loop, scan_parallel
 from recipe_rows.hosts import (
     GREEDY,
@@ -149,7 +149,7 @@ def padded_after(kind: str) -> Found:
 def padded_after_slots(kind: str) -> Refused:
     model = make(kind)
     ids, mask = _padded_after()
-    with refusal(NotSupportedDecoding, "Pad on the left") as met:
+    with refusal(UnsupportedDecoding, "Pad on the left") as met:
         model.generate(ids, attention_mask=mask, **GREEDY)
     return met[0]
 
@@ -209,7 +209,7 @@ def _pieces(kind: str, sizes: list[int], *, watched: bool = True, followed: bool
     on=("mamba", "mamba2"), bound=None,
 )  # fmt: skip
 def pieces_refused(kind: str) -> Refused:
-    with refusal(NotSupportedDecoding, "use generate()") as met:
+    with refusal(UnsupportedDecoding, "use generate()") as met:
         _pieces(kind, [7, 6, 6, 5], followed=False)
     return met[0]
 
@@ -238,7 +238,7 @@ def lookup(kind: str) -> Refused:
 
 @recipe("static cache", "transformers", "it is refused", on=("ltm",), bound=None)
 def static(kind: str) -> Refused:
-    with refusal(NotSupportedDecoding, "DynamicCache") as met:
+    with refusal(UnsupportedDecoding, "DynamicCache") as met:
         make(kind).generate(IDS[:1, :9], cache_implementation="static", **GREEDY)
     return met[0]
 
@@ -387,7 +387,7 @@ def continuous(kind: str) -> Refused:
     logging.getLogger("ContinuousBatchingLogger").setLevel(logging.CRITICAL)
     model = make(kind)
     # The second is of transformers, which has no pages for such a layer.
-    error, words = (NotSupportedDecoding, "one memory") if kind == "ltm" else (ValueError, "layer type")
+    error, words = (UnsupportedDecoding, "one memory") if kind == "ltm" else (ValueError, "layer type")
     with refusal(error, words) as met, Watch(model, states=False):
         model.generate_batch(
             [[5, 9, 12], [7, 3]],

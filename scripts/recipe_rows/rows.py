@@ -136,7 +136,7 @@ def run(one: Recipe, host: str) -> Row:
 def refusal(error: type[Exception], words: str) -> Iterator[list[Refused]]:
     """Within the block this error has to come, with these words; what was met is put into the list.
 
-    with refusal(NotSupportedDecoding, "mask") as met:
+    with refusal(UnsupportedDecoding, "mask") as met:
         model(...)
     return met[0]
     """

@@ -1,9 +1,11 @@
-"""Routed low-rank adapters (BEM), causal and bounded, on an unchanged host model.
+"""Routed low-rank adapters (BEM) on an unchanged model.
 
-from probemon.adapters.bem import BemConfig, attach_bem
+    from probemon.adapters.bem import BemConfig, attach_bem
 
-with attach_bem(model, BemConfig(sites=("o", "down"))) as bem:
-    model.generate(**inputs)
+    with attach_bem(model, BemConfig(sites=("o", "down"))) as bem:
+        model.generate(**inputs)
+
+They are causal and bounded.
 """
 
 from probemon.adapters.bem.attached import Bem, attach_bem

@@ -1,11 +1,11 @@
-"""attach_bem: an adapter on an unchanged host, correct under a cache, removable without trace.
+"""attach_bem: an adapter on an unchanged model.
 
     with attach_bem(model, BemConfig()) as bem:          # or bem = attach_bem(model, config) ... bem.detach()
         model.generate(**inputs)
     bem.save_pretrained("adapter/")
     bem = attach_bem(model, "adapter/", impl="auto", fallback=FallbackPolicy())
 
-`probemon.adapters.bem.host_hooks` says what runs in the host's forwards while the adapter is attached.
+It is removable without trace.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from probemon.adapters.bem.fallback import FallbackGuard, FallbackPolicy, Fallba
 from probemon.adapters.bem.form_governance import FormGovernor
 from probemon.adapters.bem.forwards import Steered
 from probemon.adapters.bem.governance import Governor
-from probemon.adapters.bem.host_hooks import Host, HostHooks, take_layer_hook
 from probemon.adapters.bem.int8 import make_int8
 from probemon.adapters.bem.levels import LearnedLevels
 from probemon.adapters.bem.measures import Measured
+from probemon.adapters.bem.model_hooks import Host, ModelHooks, take_layer_hook
 from probemon.adapters.bem.saved import check_host, check_kept, read_saved, write_saved
 from probemon.adapters.bem.sharded import check_spread
 from probemon.adapters.bem.sites import device_of, find_sites, make_updates
 from probemon.adapters.bem.state import ControllerState, States
 from probemon.adapters.bem.update import choose_impl
-from probemon.errors import BemError, BemStateError, ConfigError, NotSupportedHost
+from probemon.errors import BemError, BemStateError, ConfigError, UnsupportedModel
 from probemon.host.adapters import KNOWN, OWN
 from probemon.host.cache import n_cached
 from probemon.host.internals import cache_layers, forget_hook_free_graphs, keys_and_values, tensor_parallel_size
@@ -45,13 +45,13 @@ from probemon.monitor.breaker import Circuit
 
 
 def attach_bem(model: Any, config: BemConfig | str | Path | None = None, *, strict: bool = False, **how: Any) -> Bem:
-    """Attach a fresh adapter (U = 0: the host is unchanged, bit for bit), or a saved one from a folder.
+    """Attach a fresh adapter, with which the model stays bit-identical (U = 0), or a saved one from a folder.
 
-    `how`: what else `Bem` takes.
-    `strict`: a saved adapter of another checkpoint is an error, not a warning.
+    `strict`: raise for another checkpoint's adapter, instead of warning.
+    `how`: as of `Bem`.
 
-    Raises `ConfigError`, `NotSupportedHost`, `KernelUnavailable`, `BemError`; for a folder, `BemFileError` and
-    `HostMismatch` too.
+    Raises `ConfigError`, `UnsupportedModel`, `KernelUnavailable`, `BemError`; for a folder, `BemFileError`,
+    `ModelMismatch`.
     """
     if isinstance(config, (str, Path)):
         return Bem.from_pretrained(model, config, strict=strict, **how)
@@ -59,16 +59,13 @@ def attach_bem(model: Any, config: BemConfig | str | Path | None = None, *, stri
 
 
 class Bem(nn.Module):
-    """An adapter and its parameters: `controller`, and `updates` by site.
+    """An adapter and its parameters: `controller`, and `updates` by site. The model's are not frozen.
 
-    `attach` puts it on its host, `detach` takes it off. Its parameters are its own: it neither changes nor freezes the
-    host's. Write to them under `torch.no_grad()`: torch does not report writes through `.data`, so limits would still
-    be those of the values before.
+    Write to parameters under `torch.no_grad()`: limits do not notice writes through `.data`.
 
-    `impl`: how updates, and the codes of steps of one column, are computed: "reference", "triton", or "auto", which
-    chooses once, here; `impl_why` gives the reason.
-    `fallback`: when codes fall back to the static 1; None: never, and an error of the controller is raised.
-    `checkpoint_controller`: the backward pass computes the controller again, and little of it is kept.
+    `impl`: "reference", "triton" or "auto"; `impl_why` gives the reason.
+    `fallback`: None raises the controller's errors.
+    `checkpoint_controller`: recompute the controller in the backward pass.
     """
 
     def __init__(
@@ -88,26 +85,30 @@ class Bem(nn.Module):
             )
         if fallback is not None and not isinstance(fallback, FallbackPolicy):
             raise ConfigError(f"fallback is {fallback!r}: give a FallbackPolicy, or None for no fallback")
-        host = unwrap(model)
-        if is_encoder_decoder(host):
-            raise NotSupportedHost(f"{type(host).__name__} is an encoder-decoder: an adapter is for decoders alone")
-        n_ranks = tensor_parallel_size(host)
+        base_model = unwrap(model)
+        if is_encoder_decoder(base_model):
+            raise UnsupportedModel(
+                f"{type(base_model).__name__} is an encoder-decoder: an adapter is for decoders alone"
+            )
+        n_ranks = tensor_parallel_size(base_model)
         check_spread(config, fallback, impl, n_ranks)
-        decoder, layers = find_layers(host)
+        decoder, layers = find_layers(base_model)
         KNOWN.add(self)
-        self._host = Host(host, decoder, layers)  # a tuple: as attributes they would be parts of this module
-        self.config, self.fallback, self.sites = config, fallback, find_sites(host, config)
+        self._host = Host(base_model, decoder, layers)  # a tuple, so that they are not submodules
+        self.config, self.fallback, self.sites = config, fallback, find_sites(base_model, config)
         read_layer = layers[config.read_layer]
         devices = [device_of(module) for module in (read_layer, *(site.module for site in self.sites))]
         if n_ranks > 1:
-            self.impl, self.impl_why = "reference", "the host is spread over ranks, which sum what they have in parts"
+            self.impl, self.impl_why = "reference", "the model is spread over ranks, which sum their parts"
         else:
             self.impl, self.impl_why = choose_impl(impl, devices, config)
         with torch.inference_mode(False), torch.device("cpu"), torch.random.fork_rng(devices=[]):
-            # In a fork: what is sampled afterwards is the same as without an adapter.
+            # In a fork: later sampling must not change.
             torch.default_generator.manual_seed(config.seed)
-            self.controller = Controller(hidden_size(host), config).to(devices[0], torch.float32)
-            self.updates = make_updates(self.sites, config, getattr(text_config(host), "num_attention_heads", None))
+            self.controller = Controller(hidden_size(base_model), config).to(devices[0], torch.float32)
+            self.updates = make_updates(
+                self.sites, config, getattr(text_config(base_model), "num_attention_heads", None)
+            )
         self.levels = LearnedLevels(config, self.sites, self.updates) if config.level == "learned" else None
         self.controller.checkpointed, self.controller.fused = checkpoint_controller, self.impl == "triton"
         self._guard = self.controller.guard = None if fallback is None else FallbackGuard(fallback)
@@ -115,10 +116,10 @@ class Bem(nn.Module):
         self.governor: Governor | FormGovernor = governor(config, self.sites, self.updates)
         self.steered, self.measured, self._enabled = Steered(), Measured(), True
         self._states, self._stack = States(), ExitStack()
-        self._hooks: HostHooks | None = None  # while it is attached
+        self._hooks: ModelHooks | None = None  # while attached
 
     def limited(self, codes: Codes, training: bool = False) -> dict[str, Tensor]:
-        """Return codes `[B * T, ..]` by site key as sites take them, within the limits. `training`: the host is."""
+        """Return codes `[B * T, ..]` by site key, limited."""
         if self.levels is not None:
             return self.levels.limit(codes, self.governor, training)
         groups = {site.chunked for site in self.sites}
@@ -126,12 +127,12 @@ class Bem(nn.Module):
         return self.governor.apply({chunked: code.flatten(0, 1) for chunked, code in by_group.items()})
 
     def measure(self, stack: ExitStack) -> None:
-        """Until `stack` closes, measure how large updates are in every forward, for hooks on `measured`."""
-        host, _, layers = self._host
+        """Measure updates until `stack` closes, for hooks on `measured`."""
+        model, _, layers = self._host
         forget_hook_free_graphs()
-        forget_compiled(host)
-        stack.callback(forget_compiled, host)
-        # Not among the hooks of `attach`: whoever asks for nothing has none on layers.
+        forget_compiled(model)
+        stack.callback(forget_compiled, model)
+        # Other runs need no hooks on layers.
         self.measured.ask(self)
         stack.callback(self._stop_measuring)
         for number in sorted(self.measured.layers):
@@ -140,23 +141,21 @@ class Bem(nn.Module):
     def _stop_measuring(self) -> None:
         self.measured.n_asking -= 1
 
-    # -- on and off ------------------------------------------------------------------------------
-
     @property
     def host(self) -> Any:
-        """The transformers model that it is for, without the wrappers of torch.compile and PEFT."""
+        """The transformers model, without wrappers of torch.compile and PEFT."""
         return self._host.model
 
     @property
     def open(self) -> bool:
-        """Whether it is on its host."""
+        """True while attached."""
         return self._hooks is not None and self._hooks.open
 
     @property
     def enabled(self) -> bool:
-        """Whether it steers. Set to False, it stays on its host and changes nothing, and caches that are written
-        meanwhile are unknown to it; within a `generate()`, what comes after is not steered. Raises `BemError` where
-        another adapter steers.
+        """True if it steers. If False, it has no effect, and caches written meanwhile are unknown.
+
+        Setting it raises `BemError` if another adapter steers.
         """
         return self._enabled
 
@@ -168,44 +167,41 @@ class Bem(nn.Module):
 
     @property
     def fallbacks(self) -> Fallbacks:
-        """What fell back so far."""
+        """Fallbacks so far."""
         return Fallbacks() if self._guard is None else self._guard.counts
 
     @property
     def breaker(self) -> Circuit | None:
-        """What leaves the controller out after failures; None without a `FallbackPolicy`."""
+        """Leaves the controller out after failures; None without a `FallbackPolicy`."""
         return None if self._guard is None else self._guard.breaker
 
     def attach(self) -> Bem:
-        """Put it on its host. Raises `BemError` where another adapter steers it; then nothing is attached."""
+        """Attach to the model. Raises `BemError` if another adapter steers it."""
         if self.open:
             return self
         if self.enabled:
             self._check_alone()
         with ExitStack() as stack:
             stack.callback(setattr, self, "_hooks", None)
-            hooks = HostHooks(self, self._host, self._states)
+            hooks = ModelHooks(self, self._host, self._states)
             hooks.attach(stack)
             self._hooks, self._stack = hooks, stack.pop_all()
-        self.governor.forget_host_norm()  # the host may have changed meanwhile
+        self.governor.forget_model_norm()  # the model may have changed
         if tensor_parallel_size(self.host) > 1:
-            self.governor.host_norm()  # now, with all ranks: later one alone may ask
+            self.governor.model_norm()  # now, on all ranks together
         return self
 
     def _check_alone(self) -> None:
-        host, decoder, _ = self._host
-        # Two adapters would both believe that the states they read are the host's own.
-        if any(own.enabled for own in OWN.get(decoder, ()) if own is not self):
-            raise BemError(f"an adapter is on this {type(host).__name__} already: detach it first")
+        model, decoder, _ = self._host
+        # They would read each other's states.
+        if any(other.enabled for other in OWN.get(decoder, ()) if other is not self):
+            raise BemError(f"an adapter is on this {type(model).__name__} already: detach it first")
 
     def detach(self) -> None:
-        """Take it off its host, and leave nothing there or on caches. Its parameters stay, for another `attach`.
-
-        Raises `BemError` while a generate() runs, in whatever thread: half of its output would be steered.
-        """
+        """Remove it from the model and its caches. Raises `BemError` while any thread runs generate()."""
         if self._hooks is not None and self._hooks.n_generating:
             raise BemError(
-                f"{self._hooks.n_generating} generate() of this host is under way: detach when it has returned, else"
+                f"{self._hooks.n_generating} generate() of this model is under way: detach when it has returned, else"
                 " part of its output is steered and part is not"
             )
         self._stack.close()
@@ -219,28 +215,26 @@ class Bem(nn.Module):
         self.detach()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        raise NotSupportedHost(
+        raise UnsupportedModel(
             "an adapter, and a model that it is on, cannot be copied, pickled or saved whole: use save_pretrained, or"
             " detach first"
         )
 
-    # -- saved and restored ----------------------------------------------------------------------
-
     def settings(self) -> dict[str, Any]:
-        """What the host's states depend on beside the adapter's tensors, in values that JSON has."""
+        """Return the settings that hidden states depend on, as JSON values."""
         return {"config": asdict(self.config), "fallback": repr(self.fallback)}
 
     def save_pretrained(self, folder: str | Path) -> None:
-        """Write `bem.json` and `bem.safetensors` into a folder, each whole or not at all.
+        """Write `bem.json` and `bem.safetensors`, each atomically.
 
-        Raises `BemError` for a parameter that is not finite, or of 8 bits and no int8: what is there stays.
+        Raises `BemError` for parameters that are not finite, or of 8 bits but not int8.
         """
         check_kept(self.state_dict())
         write_saved(Path(folder), self.config, self.host, self.sites, self.state_dict())
 
     @classmethod
     def from_pretrained(cls, model: Any, folder: str | Path, *, strict: bool = False, **how: Any) -> Bem:
-        """Attach what `save_pretrained` wrote. Raises `BemFileError`, `HostMismatch`, and as `attach_bem`."""
+        """Attach what `save_pretrained` wrote. Raises as `attach_bem`."""
         saved = read_saved(Path(folder))
         check_host(saved, unwrap(model), strict=strict)
         bem = cls(model, saved.config, **how)
@@ -260,34 +254,29 @@ class Bem(nn.Module):
         return bem.attach()
 
     def state(self, cache: Cache) -> ControllerState | None:
-        """Return what the controller knows of the sequences in a cache (a copy), as long as the cache is now; None if
-        it never saw the cache. Raises `BemStateError` for what is no cache.
-        """
+        """Return a copy of the controller's state for a cache, or None. Raises `BemStateError` unless it is one."""
         _check_cache(cache)
-        known = self._states.get(cache)
-        if known is None:
+        stored = self._states.get(cache)
+        if stored is None:
             return None
-        state, n_columns = known.copy(), n_cached(cache, {})
+        state, n_columns = stored.copy(), n_cached(cache, {})
         if state.n_columns > n_columns:
             state.truncate(n_columns)
         return state
 
     def restore(self, cache: Cache, saved: Mapping[str, Tensor]) -> None:
-        """Give a cache the state that `bem.state(...).tensors()` returned when its keys were computed. Raises
-        `BemStateError`.
-        """
+        """Give a cache its earlier `bem.state(...).tensors()`. Raises `BemStateError` if they do not fit."""
         _check_cache(cache)
         if not isinstance(saved, Mapping) or not all(isinstance(x, Tensor) for x in saved.values()):
             raise BemStateError(
-                f"what is to be restored is a {type(saved).__name__}: give the tensors by name that "
-                "bem.state(cache).tensors() gave"
+                f"saved is a {type(saved).__name__}: give the tensors by name that bem.state(cache).tensors() returned"
             )
         state = ControllerState.from_tensors({name: x.to(self.controller.query.device) for name, x in saved.items()})
         z, dtype = state.history()[0], self.controller.project.weight.dtype
         if z.dtype != dtype:
             raise BemStateError(
-                f"a state of {z.dtype} for a controller of {dtype}: give what state.tensors() gave as it was, or the"
-                " adapter that gave it"
+                f"a state of {z.dtype} for a controller of {dtype}: give the unchanged state.tensors(), or use the"
+                " adapter that it is from"
             )
         if (n_rows := _n_rows(cache)) not in (None, len(z)):
             raise BemStateError(
@@ -313,11 +302,13 @@ class Bem(nn.Module):
 def _check_cache(cache: Any) -> None:
     if not isinstance(cache, Cache):
         raise BemStateError(
-            f"{type(cache).__name__} is no cache, and an adapter's states are kept by caches: give the "
-            "past_key_values that the host was run with"
+            f"{type(cache).__name__} is not a cache, and an adapter's states are kept by caches: give the "
+            "past_key_values that the model was run with"
         )
 
 
 def _n_rows(cache: Cache) -> int | None:
-    """Count the rows of a cache; None where it does not say: it is empty, or keeps its keys in some other way."""
-    return next((len(kept[0]) for layer in cache_layers(cache) if (kept := keys_and_values(layer)) is not None), None)
+    """Return the rows of a cache, if known."""
+    return next(
+        (len(tensors[0]) for layer in cache_layers(cache) if (tensors := keys_and_values(layer)) is not None), None
+    )

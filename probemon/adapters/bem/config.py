@@ -1,9 +1,9 @@
-"""BemConfig: the settings of a routed adapter, checked when made.
+"""BemConfig: the settings of an adapter, checked when made.
 
     config = BemConfig(rank=8, sites=("q", "v", "o", "down"), level="auto")
     BemConfig.from_dict({"rank": 8, "sights": ["o"]})          # UnknownSetting: did you mean 'sites'?
 
-What is here is saved with the adapter. How it is computed (`impl`) is chosen when it is attached.
+They are saved with it.
 """
 
 from __future__ import annotations
@@ -21,47 +21,40 @@ POLICIES = ("position", "auto", "energy", "learned", *LEVELS)
 KINDS = ("q", "k", "v", "o", "down")
 FORMS = ("low_rank", "head_groups", "rank_mask", "kronecker", "film")
 _OF_FORM = {"groups": "head_groups", "active": "rank_mask", "hadamard": "rank_mask", "terms": "kronecker"}
-MAX_NORM = 256.0  # of any code: the largest that its statistics can count
-# Keys and values are never computed again, and queries meet them at every later token: these sites take chunk codes
-# alone.
+MAX_NORM = 256.0  # the largest that statistics count
+# Only chunk codes: cached keys and values are never recomputed.
 CHUNK_KINDS = ("q", "k", "v")
 
 
 @dataclass(frozen=True, kw_only=True)
 class BemConfig:
-    """Settings of one adapter; every default is that of the source where it states one. Raises `ConfigError`.
+    """Settings of one adapter. Raises `ConfigError`.
 
-    `form`: what a code c makes of a site, one of `FORMS` (`probemon.adapters.bem.forms`): "low_rank" is
-    `alpha / rank * U diag(c) V^T`.
-    `rank` r: of "low_rank", of each group of "head_groups", of all components of "rank_mask"; of "film" the length of
-    the code.
-    `alpha`: the scale of an update is alpha over its rank, or over the number of its terms.
-    `groups`: of heads, of "head_groups".
-    `active`: how many of r components "rank_mask" keeps; `hadamard`: it rotates them.
+    `form`: one of `FORMS` (`probemon.adapters.bem.forms`); "low_rank" is `alpha / rank * U diag(c) V^T` for code c.
+    `rank`: of each group of "head_groups", all components of "rank_mask", the code of "film".
+    `alpha`: the scale is alpha over the rank, or over the terms.
+    `groups`: of heads, for "head_groups".
+    `active`: components kept by "rank_mask"; `hadamard` rotates them.
     `terms`: of "kronecker".
-    `bound`: of what "film" may stretch an output by, and move it.
-    `sites`: kinds of linear layers. Queries, keys and values always take chunk codes.
-    `layers`: host layers whose sites are updated; None: all from `read_layer` on.
-    `read_layer`: the layer whose input the controller reads.
-    `width`: of the controller.
-    `prefix_tokens` P, `chunk_tokens` N: P is a multiple of N.
-    `ema`: what a chunk's code keeps of the one before.
-    `max_norm`: of a code, before its confidence multiplies it.
-    `level`: which codes attention outputs and MLPs take: those of one of `LEVELS`, by "position", "auto" or "energy",
-    or those that training has chosen for each site ("learned", `probemon.adapters.bem.levels`).
-    `token_limit`: by "position", a row takes token codes for so many tokens, and chunk codes beyond.
-    `auto_limits`: by "auto", a row takes prefix codes if its prompt has fewer tokens than the first, chunk codes if it
-    has fewer than the second, else token codes.
-    `energy_limits`: by "energy", a chunk's tokens take prefix codes where those of the chunk before spread by less than
-    the first, chunk codes where by less than the second, else token codes; in a row's first chunk token codes. The
-    spread is `1 - |mean z|^2 / mean |z|^2` of the controller's features z: 0 where all are alike, 1 around a mean of 0.
-    `spectral_cap`: on the largest singular value of every update; None for none.
-    `trust_region`: on the Frobenius norm over all sites together; None for none.
-    `dropout`: of an update's input, in training.
-    `sparse_eps`: updates of at most this Frobenius norm, after the limits, are left out, token by token and site by
-    site, in forwards that make no gradients: no output differs by more than `sparse_eps` times the norm of its input
-    (a film's, times the norm of the output itself and a 1). None computes all.
-    `seed`: of the parameters at the start.
+    `bound`: of scale and shift, for "film".
+    `sites`: kinds of linear layers; "q", "k" and "v" take chunk codes.
+    `layers`: with updates; None: all from `read_layer` on.
+    `read_layer`: whose input the controller reads.
+    `prefix_tokens`: a multiple of `chunk_tokens`.
+    `ema`: weight of the previous chunk's code.
+    `max_norm`: of a code without its confidence.
+    `level`: of codes for "o" and "down": one of `LEVELS`, or chosen by "position", "auto", "energy" or "learned"
+    (`probemon.adapters.bem.levels`).
+    `token_limit`: "position" takes token codes before it, then chunk codes.
+    `auto_limits`: "auto" takes prefix codes for prompts below the first, chunk codes below the second, else token
+    codes.
+    `energy_limits`: "energy" does so by the previous chunk's spread `1 - |mean z|^2 / mean |z|^2` of features z, 1 at
+    first.
+    `spectral_cap`: on singular values of updates.
+    `trust_region`: on the Frobenius norm over all sites.
+    `dropout`: of an update's input.
+    `sparse_eps`: without gradients, skip updates of at most this Frobenius norm; outputs change by at most this times
+    their input's norm.
     """
 
     form: str = "low_rank"
@@ -92,17 +85,17 @@ class BemConfig:
 
     @property
     def scale(self) -> float:
-        """s of `s * ((x V) * c) U^T`, and of the like in other forms."""
+        """s of `s * ((x V) * c) U^T`, and in other forms."""
         return self.alpha / (self.terms or self.rank)
 
     @property
     def code_size(self) -> int:
-        """How many numbers a code has."""
+        """Numbers in a code."""
         return self.groups or self.terms or self.rank
 
     @property
     def levels(self) -> tuple[str, ...]:
-        """The levels of which some site may take a code, in the order of `LEVELS`."""
+        """Levels that some site may take, in order."""
         chunk_sites = any(kind in CHUNK_KINDS for kind in self.sites)
         others = any(kind not in CHUNK_KINDS for kind in self.sites)
         used = (
@@ -116,7 +109,7 @@ class BemConfig:
 
     @classmethod
     def from_dict(cls, settings: Mapping[str, Any]) -> BemConfig:
-        """Make a config of a dict, with lists in place of tuples. Raises `UnknownSetting`, `ConfigError`."""
+        """Make a config from a dict with lists for tuples. Raises `UnknownSetting`, `ConfigError`."""
         if not isinstance(settings, Mapping):
             raise ConfigError(
                 f"settings are {type(settings).__name__}: give them by name, as dataclasses.asdict(config) has them"
@@ -130,7 +123,7 @@ class BemConfig:
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
             object.__setattr__(self, field.name, plain(getattr(self, field.name)))
-        # What is sized by these stays within memory.
+        # Bounds on memory.
         for name, most in (("rank", 4096), ("width", 8192), ("prefix_tokens", 1 << 20), ("chunk_tokens", 1 << 20)):
             self._check(name, is_int(getattr(self, name)) and 1 <= getattr(self, name) <= most, f"give 1 to {most}")
         for name in ("read_layer", "token_limit", "seed"):
@@ -163,7 +156,7 @@ class BemConfig:
         if self.layers is not None:
             fine = _is_tuple_of_different(self.layers, lambda layer: is_int(layer) and layer >= self.read_layer)
             self._check(
-                "layers", fine, f"give a tuple of host layers from read_layer ({self.read_layer}) on, each once"
+                "layers", fine, f"give a tuple of the model's layers from read_layer ({self.read_layer}) on, each once"
             )
         if self.prefix_tokens % self.chunk_tokens:
             raise ConfigError(

@@ -1,10 +1,9 @@
-"""Controller: which code steers each token, causal and streaming; one for all sites, run once a forward.
+"""Controller: causal, streaming codes for every token, shared by all sites.
 
     controller = Controller(hidden_size, config)
-    codes = controller(hidden, real, state)          # hidden [B, T, D], real [B, T] bool; the state goes on
-    codes.of("chunk")                                # [B, T, r]
+    codes = controller(hidden, real, state)          # hidden [B, T, D], real [B, T] bool; the state advances
 
-Time is counted in real tokens of the row: token n lies in chunk n // N. With z the features of a token:
+Real token n of a row is in chunk n // N (`chunk_tokens`; P: `prefix_tokens`). With z the features of a token:
 
     summary of chunk k   softmax attention of a learned query over the z of the first min(P, N k) tokens;
                          learned for k = 0
@@ -13,8 +12,8 @@ Time is counted in real tokens of the row: token n lies in chunk n // N. With z 
     prefix code          from the summary of the token's chunk
     token code           from [z of the token, summary of its chunk]
 
-So a code depends on its own token and on complete chunks before it. Every c is `clamp(MLP(LayerNorm(.)))` times the
-confidence of the token's chunk, `sigmoid(g / exp(t))`; g is from what the chunk code is from, and learned for chunk 0.
+Codes depend on their token and complete chunks before it. Every c is `clamp(MLP(LayerNorm(.)))` times the chunk's
+confidence `sigmoid(g / exp(t))`; g has the chunk code's input, and is learned for chunk 0.
 """
 
 from __future__ import annotations
@@ -38,21 +37,19 @@ from probemon.errors import ConfigError
 from probemon.host.internals import named_weights
 
 PREFIX, CHUNK, TOKEN = range(3)
-_CONFIDENT = 2.0  # logit at the start: a fresh adapter is nearly the static one of c = 1
+_CONFIDENT = 2.0  # initial logit: nearly a static adapter
 
 
 @dataclass(frozen=True, eq=False)
 class Codes:
-    """Codes of one forward, before governance; zeros at padding. `[B, T, r]` each, None for a level that no site uses.
+    """Codes of one forward before governance, `[B, T, r]` each, or None; zeros at padding.
 
-    `level [B, T]` int64: which one attention outputs and MLPs take, an index into `LEVELS`.
-    `confidence [B, T]`: already in the codes; NaN where codes fell back and none was computed.
+    `level [B, T]` int64: index into `LEVELS`, for "o" and "down".
+    `confidence [B, T]`: already in the codes; NaN if unknown.
     `chunk_index [B, T]` int64: -1 at padding.
-    `boundary [B, T]` bool: the first token of a chunk.
-    `fallback [B, T]` bool: tokens whose codes are not the controller's but the static 1 of a `FallbackPolicy`.
-    `sigma1`, `delta_rel_norm` `[B, T]`: sizes of what is applied, after governance (`Governor.sizes`); only where
-    somebody has a hook on `Bem.steered`.
-    `packing`: how several sequences lie in the columns of a row, or None.
+    `boundary [B, T]` bool: first token of a chunk.
+    `fallback [B, T]` bool: static codes of 1.
+    `sigma1`, `delta_rel_norm` `[B, T]`: `Governor.sizes`, if `Bem.steered` has a hook.
     """
 
     prefix: Tensor | None
@@ -68,42 +65,42 @@ class Codes:
     packing: Packing | None = None
 
     def by_level(self) -> dict[str, Tensor]:
-        """Return the codes `[B, T, r]` of every level that some site uses, in the order of `LEVELS`."""
+        """Return the codes `[B, T, r]` of every level in use."""
         return {name: code for name in LEVELS if (code := getattr(self, name)) is not None}
 
     def of(self, level: str) -> Tensor:
-        """Return codes `[B, T, r]` of "prefix", "chunk" or "token". Raises `ConfigError` for one that no site uses."""
+        """Return codes `[B, T, r]` of "prefix", "chunk" or "token". Raises `ConfigError` if unused."""
         codes = self.by_level()
         if level not in codes:
             raise ConfigError(f"there are no codes of level {level!r}: this adapter uses {', '.join(codes)}")
         return codes[level]
 
     def adaptive(self) -> Tensor:
-        """Return what attention outputs and MLPs take `[B, T, r]`: of each token, the code of its level."""
+        """Return each token's code `[B, T, r]` at its `level`."""
         (_, chosen), *others = self.by_level().items()
         for name, code in others:
             chosen = torch.where((self.level == LEVELS.index(name))[..., None], code, chosen)
         return chosen
 
     def packed(self, packing: Packing) -> Codes:
-        """Return codes of rows for each sequence as those of the columns that hold them."""
-        of_columns: dict[str, Any] = {
+        """Return codes of sequences as those of packed columns."""
+        columns: dict[str, Any] = {
             field.name: packing.join(value)
             for field in dataclasses.fields(self)
             if isinstance(value := getattr(self, field.name), Tensor)
         }
-        return dataclasses.replace(self, **of_columns, packing=packing)
+        return dataclasses.replace(self, **columns, packing=packing)
 
     def replace(self, **changes: Any) -> Codes:
-        """Return these codes with other tensors, as a forward hook on the controller may."""
+        """Return these codes with other tensors."""
         return dataclasses.replace(self, **changes)
 
 
 @dataclass(frozen=True, eq=False)
 class _Chunks:
-    """The chunks that tokens of one forward lie in: the open one and K that may follow. `at [B, T]`: each token's."""
+    """The open chunk, and K that may follow."""
 
-    at: Tensor
+    at: Tensor  # [B, T]
     code: Tensor  # [B, K + 1, r]
     summary: Tensor  # [B, K + 1, w]
     confidence: Tensor  # [B, K + 1]
@@ -111,20 +108,18 @@ class _Chunks:
 
 
 class RouteGuard(Protocol):
-    """Runs in place of a controller's `route`. It may give other codes; the state goes on by the same columns."""
+    """Runs in place of `route`, and may return other codes."""
 
     def __call__(self, controller: Controller, hidden: Tensor, real: Tensor, state: ControllerState) -> Codes: ...
 
 
 class Controller(nn.Module):
-    """Reads the input of one host layer. Its forward returns `Codes`, which a forward hook on it can see or replace.
+    """Reads one layer's input and returns `Codes`, which a forward hook may replace.
 
-    `guard`: what may fall back to static codes, or None.
-    `checkpointed`: with gradients, what lies between the hidden states and the codes is not kept, and the backward
-    pass computes it again (Chen et al. 2016).
-    `needed`: the levels of which codes are made, of those that it has routers for.
-    `fused`: unless checkpointed, a forward of one column is a step of `probemon.adapters.bem.kernels.controller`, in
-    Triton.
+    `guard`: may fall back to static codes.
+    `checkpointed`: recompute codes in the backward pass (Chen et al. 2016).
+    `needed`: levels to compute.
+    `fused`: run one column in Triton, unless checkpointed.
     """
 
     needed: Collection[str] = LEVELS
@@ -138,11 +133,11 @@ class Controller(nn.Module):
         width, rank, levels = config.width, config.code_size, config.levels
         self.norm = nn.LayerNorm(hidden_size, **FP32)
         self.project = nn.Linear(hidden_size, width, **FP32)
-        self.query = nn.Parameter(torch.zeros(width, **FP32))  # at first, the mean
+        self.query = nn.Parameter(torch.zeros(width, **FP32))  # initially the mean
         self.default_summary = nn.Parameter(torch.zeros(width, **FP32))
-        # Only where something uses it: DistributedDataParallel stops at a parameter that no loss reaches.
+        # Only if used: DistributedDataParallel needs every gradient.
         self.default_code = nn.Parameter(torch.ones(rank, **FP32)) if "chunk" in levels else None
-        # Numbers of one are tensors [1], not scalars, which FSDP2 cannot shard.
+        # Shape [1]: FSDP2 cannot shard scalars.
         self.default_confidence = nn.Parameter(torch.full((1,), _CONFIDENT, **FP32))
         self.confidence = nn.Sequential(nn.LayerNorm(2 * width, **FP32), nn.Linear(2 * width, 1, **FP32))
         last = self.confidence[-1]
@@ -154,23 +149,23 @@ class Controller(nn.Module):
         self.token = Router(2 * width, width, rank) if "token" in levels else None
 
     def forward(self, hidden: Tensor, real: Tensor, state: ControllerState) -> Codes:
-        """Return the codes of hidden `[B, T, D]`, real `[B, T]` bool; `state`, that of the columns before, goes on.
+        """Return codes of hidden `[B, T, D]`, real `[B, T]` bool, and advance `state`.
 
-        Under level="auto" a state whose level is not decided takes these columns as the prompt.
+        Under level="auto", a state's first columns are its prompt.
         """
         if self.config.level == "auto" and state.level is None:
             state.level = self.decide((real if state.packing is None else state.packing.real).sum(dim=1))
         return self.route(hidden, real, state) if self.guard is None else self.guard(self, hidden, real, state)
 
     def route(self, hidden: Tensor, real: Tensor, state: ControllerState) -> Codes:
-        """As `forward`, without a guard. An error leaves the state as if these columns had not been read."""
+        """As `forward`, without a guard. An error leaves the state unchanged."""
         before = self.resume(state)
         checkpointed = self.checkpointed and torch.is_grad_enabled()
         fused = (
             self.fused and not checkpointed and real.shape[1] == 1 and self.config.level not in ("energy", "learned")
         )
-        if state.room == 0 and state.n_columns and not fused:  # the kernel sees for itself which rows complete a chunk
-            # On a GPU this waits, once in N steps of decoding; the others then have a fraction of the work.
+        if state.room == 0 and state.n_columns and not fused:  # the kernel sees complete chunks
+            # Waits for the GPU once in N steps, to save work.
             state.room = int((self.config.chunk_tokens - 1 - before.n % self.config.chunk_tokens).min())
         inside = real.shape[1] <= state.room
         arguments = (before, hidden, real, state.level)
@@ -184,7 +179,7 @@ class Controller(nn.Module):
         else:
             z, carry, codes = self._route(*arguments, not inside, state.packing)
         read = real if state.packing is None else state.packing.real
-        state.append(z, read, carry)  # here and once: the backward pass of a checkpoint runs `_route` again
+        state.append(z, read, carry)  # once: checkpoints run `_route` again
         state.room, state.inside = state.room - z.shape[1] if inside else 0, inside
         return codes
 
@@ -197,9 +192,7 @@ class Controller(nn.Module):
         closes: bool,
         packing: Packing | None,
     ) -> tuple[Tensor, Carry, Codes]:
-        """Features `[B, T, w]`, the carry after them, and codes. It writes to no state. Of packed sequences features
-        and carry have a row for each.
-        """
+        """Return features `[B, T, w]`, the carry and codes; packed sequences as rows. Changes no state."""
         z = self.features(hidden, real)
         if packing is not None:
             z, real = packing.split(z), packing.real
@@ -230,8 +223,7 @@ class Controller(nn.Module):
         return z, carry, codes if packing is None else codes.packed(packing)
 
     def _step(self, before: Carry, hidden: Tensor, real: Tensor, level: Tensor | None) -> tuple[Tensor, Carry, Codes]:
-        """As `_route`, of one column, by the kernel."""
-        kernel: Any = importlib.import_module("probemon.adapters.bem.kernels.controller")  # here: it imports Triton
+        kernel: Any = importlib.import_module("probemon.adapters.bem.kernels.controller")  # imports Triton
         config = self.config
         under, over = [LEVELS.index(config.level)] * 2 if config.level in LEVELS else (TOKEN, CHUNK)
         settings = kernel.StepSettings(
@@ -252,9 +244,7 @@ class Controller(nn.Module):
         return step.z, Carry(*step.carry), codes
 
     def static(self, real: Tensor, state: ControllerState) -> Codes:
-        """Return codes of 1 for columns that a state has not read yet, real `[B, T]` bool, and what is known of them
-        without the routers.
-        """
+        """Return codes of 1 for unread columns."""
         if state.carry is not None:
             n = state.carry.n
         else:
@@ -298,7 +288,7 @@ class Controller(nn.Module):
         )
 
     def resume(self, state: ControllerState) -> Carry:
-        """Return the carry of a state. Where it was cut back or only fed, read all of it again first."""
+        """Return the carry of a state, replayed if needed."""
         if state.n_columns == 0:
             return self.start(state.n_rows)
         if state.carry is None:
@@ -306,28 +296,28 @@ class Controller(nn.Module):
         return state.carry
 
     def decide(self, lengths: Tensor) -> Tensor:
-        """Return levels `[B]` int64 for rows whose prompts have `lengths [B]` real tokens, under level="auto"."""
+        """Return levels `[B]` int64 for prompt lengths, under level="auto"."""
         short, long = self.config.auto_limits
         return torch.where(lengths < short, PREFIX, torch.where(lengths < long, CHUNK, TOKEN))
 
     def level_of(self, energy: Tensor) -> Tensor:
-        """Return levels int64 of chunks after ones whose tokens spread by `energy`, under level="energy"."""
+        """Return levels int64 by the previous spread, under level="energy"."""
         low, high = self.config.energy_limits
         return torch.where(energy < low, PREFIX, torch.where(energy < high, CHUNK, TOKEN))
 
     def replay(self, z: Tensor, real: Tensor) -> Carry:
-        """Return the carry after these columns: features z `[B, L, w]`, real `[B, L]`."""
+        """Return the carry after features z `[B, L, w]`, real `[B, L]`."""
         with torch.no_grad():
             return self.advance(self.start(len(z)), z, real)[0]
 
     def features(self, hidden: Tensor, real: Tensor) -> Tensor:
-        """Return z `[B, T, w]`. Hidden states of padding are not read: they may be anything, even not a number."""
+        """Return z `[B, T, w]`. Padding is not read."""
         hidden = torch.where(real[..., None], hidden.to(self.project.weight.dtype), 0.0)
         projected: Tensor = self.project(self.norm(hidden))
         return projected
 
     def start(self, n_rows: int) -> Carry:
-        """Return the carry before the first token: chunk 0 is open, with what was learned for it."""
+        """Return the carry before the first token."""
         width, size, device = self.config.width, self.config.chunk_tokens, self.query.device
         confidence = self._confidence(self.default_confidence)
         if self.default_code is None:
@@ -345,17 +335,14 @@ class Controller(nn.Module):
         )
 
     def advance(self, carry: Carry, z: Tensor, real: Tensor, closes: bool = True) -> tuple[Carry, _Chunks]:
-        """Return the carry after features z `[B, T, w]`, and the chunks that these complete. It writes to no state.
-
-        `closes`: False where it is known that no row completes a chunk.
-        """
+        """Return the carry after z `[B, T, w]`, and chunks; `closes=False` if none is completed. Changes no state."""
         n_rows, n_columns, width = z.shape
         size = self.config.chunk_tokens
-        most_closed = (size - 1 + n_columns) // size if closes else 0  # K; each row's own number stays on the device
+        most_closed = (size - 1 + n_columns) // size if closes else 0  # K, at most
         offset = carry.n % size
         n = carry.n + real.sum(dim=1)
         slot = offset[:, None] + real.cumsum(dim=1) - 1
-        # Tokens in their places, chunk by chunk. Padding goes to one place more, which is thrown away.
+        # Padding goes to an extra place.
         room = (most_closed + 1) * size
         empty = z.new_zeros(n_rows, room + 1 - size, width)
         places = torch.where(real, slot, room)[..., None].expand(-1, -1, width)
@@ -371,7 +358,7 @@ class Controller(nn.Module):
             )
         closed = (offset + real.sum(dim=1)) // size
         summary, log_mass = self._summaries(carry, chunks, closed)
-        # Of a chunk that a row does not complete, what follows is computed from zeros and chosen by no token.
+        # Incomplete chunks are never chosen.
         features = torch.cat([chunks[:, :-1].mean(dim=2), summary[:, 1:]], dim=-1)
         confidence = torch.cat([carry.confidence[:, None], self._confidence(self.confidence(features)[..., 0])], dim=1)
         codes = [carry.code]
@@ -397,12 +384,12 @@ class Controller(nn.Module):
         return after, _Chunks(torch.where(real, slot // size, 0), code, summary, confidence, energy)
 
     def _summaries(self, carry: Carry, chunks: Tensor, closed: Tensor) -> tuple[Tensor, Tensor]:
-        """Prefix summaries at the start of each chunk `[B, K + 1, w]`, and the last one's log denominator `[B]`."""
+        """Return summaries `[B, K + 1, w]` at chunk starts, and log denominators `[B]`."""
         prefix_chunks = self.config.prefix_tokens // self.config.chunk_tokens
         first = carry.n // self.config.chunk_tokens
         summary, log_mass, summaries = carry.summary, carry.log_mass, [carry.summary]
         for k in range(chunks.shape[1] - 1):
-            if k < prefix_chunks:  # no row's prefix can grow after that
+            if k < prefix_chunks:  # no prefix grows after that
                 grows = (k < closed) & (first + k < prefix_chunks)
                 score = chunks[:, k] @ self.query / math.sqrt(self.config.width)
                 total = torch.logaddexp(log_mass, torch.logsumexp(score, dim=1))
@@ -427,7 +414,7 @@ class Controller(nn.Module):
     def _level(self, n: Tensor, level: Tensor | None) -> Tensor:
         if level is not None:
             return level if level.dim() == 2 else level[:, None].expand_as(n)
-        if self.config.level in ("energy", "learned"):  # of codes that fell back; of sites, which take their own
+        if self.config.level in ("energy", "learned"):  # for fallbacks; sites choose
             return torch.full_like(n, TOKEN)
         if self.config.level == "position":
             return torch.where(n < self.config.token_limit, TOKEN, CHUNK)

@@ -1,29 +1,19 @@
-"""Distillation to a static LoRA: one update for all tokens in place of a routed one, in PEFT's format.
+"""Distillation of an adapter to a static LoRA in PEFT's format.
 
-    lora = distil(bem, batches)  # batches: dicts of input_ids, attention_mask; what the adapter is used on
+    lora = distil(bem, batches)  # batches: dicts of input_ids, attention_mask
     lora.method, lora.error  # ("least_squares", 0.13): 13 % of the squared update is lost
-    # Trained, where codes vary much:
     lora, history = distil_trained(bem, batches, TrainSettings(n_steps=300, lr=1e-2), rank=16)
-    lora.save("lora/")  # peft.PeftModel.from_pretrained(model, "lora/") loads it
+    lora.save("lora/")
 
 At each site, `dW = s U diag(c_t) V^T` becomes `s B A`, with A = V^T and
 
-    constant        B = U diag(c), where every token has the same code: nothing is lost
+    constant        B = U diag(c), if every token has the same code
     mean            B = U diag(mean of c_t)
     least_squares   B = U M, with the M [r, r] that minimises
                     sum_t |U diag(c_t) V^T x_t - U M V^T x_t|^2
 
-The codes are those that are applied, within the limits of governance. "least_squares" needs the inputs x_t, which the
-batches give; whatever U is, `M = (sum_t (c_t o p_t) p_t^T) (sum_t p_t p_t^T)^-1` with p_t = V^T x_t. It is nearest site
-by site, and on inputs that the routed adapter made.
-
-An adapter of another form is taken as its low-rank twin (`probemon.adapters.bem.twins`). With `rank=` the update of
-each site is cut to its largest singular values, which `error` tells.
-
-`distil_trained` trains A and B of all sites together to give the routed host's distribution, by KL(routed || static) in
-place of, or beside, the labels of data. It begins twice, and keeps what ends better: with the nearest, the factors of
-each site made equally large, which is better where that loses little; and as a LoRA begins, which is better for an
-adapter that routes much, to which no LoRA is near.
+Codes are taken after governance, other forms as low-rank twins. `M = (sum_t (c_t o p_t) p_t^T) (sum_t p_t p_t^T)^-1`
+with p_t = V^T x_t.
 """
 
 from __future__ import annotations
@@ -55,25 +45,23 @@ from probemon.adapters.bem.saved import make_folder, write_tensors
 from probemon.adapters.bem.sites import Site, device_of
 from probemon.adapters.bem.training import TrainingHistory, TrainSettings, fit
 from probemon.adapters.bem.twins import Twin, check_has_twin, cut_to, low_rank_twin, rank_of
-from probemon.errors import BemError, ConfigError, NotSupportedHost
+from probemon.errors import BemError, ConfigError, UnsupportedModel
 from probemon.host.model import find_layers
 from probemon.util.checks import is_int, is_number
 from probemon.util.files import write_text_atomically
 
 METHODS = ("constant", "mean", "least_squares")
 STARTS = ("nearest", "fresh")
-_ROUNDING = 1e-6  # how far codes of norm 1 may be apart and still be one
+_ROUNDING = 1e-6  # distance of equal codes of norm 1
 
 
 @dataclass(frozen=True, eq=False)
 class StaticLora:
-    """A LoRA of one rank, whose updates are `alpha / rank * B A`.
+    """LoRA with updates `alpha / rank * B A`.
 
     `factors`: `(A [r, in], B [out, r])` by module name.
-    `method`: how it was made.
-    `error`: squared distance of its outputs to the routed ones over their squared norm, on the batches; None where it
-    was trained, on something else.
-    `start`: of a trained one, what it began with.
+    `error`: squared distance to the routed outputs over their squared norm; None if trained.
+    `start`: what training began with.
     """
 
     rank: int
@@ -85,12 +73,12 @@ class StaticLora:
     start: str | None = None
 
     def dense(self, name: str) -> Tensor:
-        """Return what it adds to the weight of a module `[out, in]`."""
+        """Return the update of a module `[out, in]`."""
         a, b = self.factors[name]
         return self.alpha / self.rank * b @ a
 
     def save(self, folder: str | Path) -> None:
-        """Write `adapter_model.safetensors` and `adapter_config.json`, each whole or not at all, without PEFT."""
+        """Write `adapter_model.safetensors` and `adapter_config.json`, each atomically, without PEFT."""
         folder = Path(folder)
         make_folder(folder)
         tensors = {
@@ -116,7 +104,7 @@ class StaticLora:
 
 @dataclass(eq=False)
 class _Moments:
-    """Sums over tokens of one site, in fp64: what each of the methods needs, and what its error is."""
+    """Sums over a site's tokens, in fp64."""
 
     n: int
     first: Tensor  # [r], the first code
@@ -145,9 +133,8 @@ class _Moments:
         self.outputs = self.outputs + weighted.T @ weighted
 
     def nearest(self, method: str) -> Tensor:
-        """Return M `[r, r]` of U M V^T, by a method."""
         if method == "least_squares":
-            # Inputs may span less than r directions: of all that are nearest, the smallest.
+            # Inputs may span fewer than r directions.
             return self.cross @ torch.linalg.pinv(self.inputs, hermitian=True)
         return torch.diag(self.first if method == "constant" else self.codes / self.n)
 
@@ -156,7 +143,7 @@ class _Moments:
         return self.distance <= _ROUNDING * max(1.0, self.norm)
 
     def error(self, u: Tensor, m: Tensor) -> tuple[float, float]:
-        """Sum of `|U (c o p) - U M p|^2`, and of `|U (c o p)|^2`."""
+        """Return the sums of `|U (c o p) - U M p|^2` and `|U (c o p)|^2`."""
         gram = u.T @ u
         residual = self.outputs - m @ self.cross.T - self.cross @ m.T + m @ self.inputs @ m.T
         return max(0.0, float((gram * residual).sum())), float((gram * self.outputs).sum())
@@ -164,21 +151,21 @@ class _Moments:
 
 @torch.no_grad()
 def distil(bem: Bem, batches: Sequence[Batch], method: str | None = None, *, rank: int | None = None) -> StaticLora:
-    """Return the static LoRA nearest to an attached adapter on `batches`. `method` None: "constant" where codes are,
-    "least_squares" otherwise.
+    """Return the static LoRA nearest to an attached adapter on `batches`.
 
-    `rank`: cut to it; None for the adapter's, and of forms other than "low_rank" for the rank of what is to be said.
+    `method`: None for "constant" if codes are, else "least_squares".
+    `rank`: None keeps the adapter's; other forms get the rank of the exact result.
 
-    Raises `ConfigError` for another method, no tokens, "constant" where codes vary, or a form that has no static twin;
-    `NotSupportedHost` for a site without a weight of its own to add to; `BemError` where the adapter is off.
+    Raises `ConfigError` for other methods, no tokens, "constant" if codes vary, or forms without a twin;
+    `UnsupportedModel` for sites that are not plainly linear; `BemError` if the adapter is off.
     """
     check_learnable(bem)
     check_has_twin(bem.config)
     _check_rank(rank)
     if bem.config.sparse_eps:
         raise ConfigError(
-            f"sparse_eps is {bem.config.sparse_eps}: tokens that are left out have no update, and no static one leaves"
-            " any out. Attach it with sparse_eps=None"
+            f"sparse_eps is {bem.config.sparse_eps}: skipped tokens have no update, and a static one skips"
+            " none. Attach it with sparse_eps=None"
         )
     if method not in (None, *METHODS):
         raise ConfigError(f"method {method!r}: expected one of {', '.join(METHODS)}")
@@ -194,13 +181,13 @@ def distil(bem: Bem, batches: Sequence[Batch], method: str | None = None, *, ran
             " 'least_squares' or 'mean'"
         )
     cores = {key: moment.nearest(method) for key, moment in moments.items()}
-    as_it_is = bem.config.form == "low_rank" and rank in (None, bem.config.rank)
-    if not as_it_is and rank is None:
+    uncut = bem.config.form == "low_rank" and rank in (None, bem.config.rank)
+    if not uncut and rank is None:
         rank = max(1, *(rank_of(twins[key], core) for key, core in cores.items()))
     factors, lost, total = {}, 0.0, 0.0
     for key, twin in twins.items():
         core, a, b = cores[key], twin.V.T, twin.U @ cores[key]
-        if not as_it_is:
+        if not uncut:
             core, a, b = cut_to(twin, core, cast(int, rank))
         site_lost, site_total = moments[key].error(twin.U, core)
         lost, total = lost + site_lost, total + site_total
@@ -209,7 +196,7 @@ def distil(bem: Bem, batches: Sequence[Batch], method: str | None = None, *, ran
         factors[names[key]] = (a.to(dtype), b.to(dtype))
     base_model = getattr(bem.host, "name_or_path", None) or None
     error, rank = lost / total if total else 0.0, rank or bem.config.rank
-    # The scale of a form's terms or groups is over their own number; what is added is `scale B A` at every rank.
+    # `scale B A` at every rank.
     return StaticLora(rank, bem.config.scale * rank, factors, method, error, base_model)
 
 
@@ -222,26 +209,23 @@ def distil_trained(
     labels: float = 0.0,
     start: str | None = None,
 ) -> tuple[StaticLora, TrainingHistory]:
-    """Train a static LoRA on `(1 - labels) KL(routed || static) + labels (cross-entropy of the labels)`, the means
-    over tokens. The adapter and the host stay as they are.
+    """Train a static LoRA on `(1 - labels) KL(routed || static) + labels (cross-entropy of the labels)`.
 
-    Where batches have labels, both means are over the tokens before a label that counts: elsewhere what the adapter
-    says was never trained, and would take up the rank.
+    Means are over tokens; if batches have labels, over those before one, as the adapter was not trained elsewhere.
 
-    `rank`: None for the adapter's. The scale of the update, alpha over rank, is the adapter's at every rank.
-    `labels`: how much of the loss the labels are, 0 to 1.
-    `start`: "nearest" begins with what `distil` returns, cut or filled up to the rank; "fresh" as a LoRA begins. None
-    tries both, and keeps the one whose loss is lower over the last tenth of the steps, on the same batches; where codes
-    are constant the nearest is exact, and None tries it alone.
+    `rank`: None for the adapter's; the scale stays.
+    `labels`: their weight, 0 to 1.
+    `start`: "nearest" begins with `distil`, balanced; "fresh" as a LoRA, better if codes vary much. None tries both and
+    keeps the lower loss of the last tenth of the steps.
 
     Raises as `distil` and `train`.
     """
     _check_rank(rank)
     if not is_number(labels) or not 0 <= labels <= 1:
-        raise ConfigError(f"labels is {labels!r}: give 0 (what the adapter says alone) to 1 (the labels alone)")
+        raise ConfigError(f"labels is {labels!r}: give 0 (only the adapter) to 1 (only the labels)")
     if start not in (None, *STARTS):
         raise ConfigError(f"start is {start!r}: give {' or '.join(map(repr, STARTS))}, or None to choose")
-    nearest, host = distil(bem, batches), bem.host
+    nearest, model = distil(bem, batches), bem.host
     scale, rank = nearest.alpha / nearest.rank, rank or nearest.rank
     factors: dict[str, tuple[nn.Parameter, nn.Parameter]] = {}
 
@@ -254,15 +238,15 @@ def distil_trained(
         return hook
 
     def loss_of(batch: Batch) -> tuple[Tensor, Mapping[str, Tensor]]:
-        inputs, counted, targets = forward_inputs(host, batch), *_counted_tokens(host, batch, labels)
+        inputs, counted, targets = forward_inputs(model, batch), *_counted_tokens(model, batch, labels)
         with torch.no_grad():
-            routed = host(**inputs, use_cache=False).logits[counted].float().log_softmax(dim=-1)
+            routed = model(**inputs, use_cache=False).logits[counted].float().log_softmax(dim=-1)
         with ExitStack() as stack:
-            for block in (frozen(host), frozen(bem), silenced(bem)):
+            for block in (frozen(model), frozen(bem), silenced(bem)):
                 stack.enter_context(block)
             for name in factors:
-                stack.callback(host.get_submodule(name).register_forward_hook(adding(name)).remove)
-            static = host(**inputs, use_cache=False).logits[counted].float().log_softmax(dim=-1)
+                stack.callback(model.get_submodule(name).register_forward_hook(adding(name)).remove)
+            static = model(**inputs, use_cache=False).logits[counted].float().log_softmax(dim=-1)
         terms = {"kl": (routed.exp() * (routed - static)).sum(dim=-1).mean()}
         if labels:
             terms["lm"] = nn.functional.nll_loss(static, targets.to(static.device))
@@ -276,9 +260,9 @@ def distil_trained(
         for name, (a, b) in nearest.factors.items():
             a, b = _balanced(a, b) if begin == "nearest" else (a[:0], b[:, :0])
             a, b = _with_rank(a, b, rank, generator)
-            device = device_of(host.get_submodule(name))
+            device = device_of(model.get_submodule(name))
             factors[name] = (nn.Parameter(a.float().to(device)), nn.Parameter(b.float().to(device)))
-        with mode(host, training=False):
+        with mode(model, training=False):
             history = fit([factor for pair in factors.values() for factor in pair], loss_of, batches, settings)
         trained = {name: (a.detach().cpu(), b.detach().cpu()) for name, (a, b) in factors.items()}
         lora = StaticLora(
@@ -301,28 +285,24 @@ def _check_rank(rank: int | None) -> None:
 
 
 def _balanced(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    """Factors of the same product, `A [r, in]`, `B [out, r]`, by its singular values, the largest first, whose square
-    roots both have: else the larger factor learns slowly.
-    """
+    """Return factors with the same product and equal singular values: a larger one learns slowly."""
     q_b, r_b = torch.linalg.qr(b.double())
     q_a, r_a = torch.linalg.qr(a.double().T)
     u, values, v = torch.linalg.svd(r_b @ r_a.T)
-    n = len(values)  # fewer than r at a module narrower than that
+    n = len(values)  # under r for narrow modules
     root = values.sqrt()
     return (root[:, None] * (v[:n] @ q_a.T)).to(a.dtype), (q_b @ u[:, :n] * root).to(b.dtype)
 
 
 def _with_rank(a: Tensor, b: Tensor, rank: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """The first `rank` directions; where there are fewer, more as a LoRA begins, A at random and B zero."""
+    """Return the first `rank` directions, or more: A random, B zero."""
     missing, n_in = max(0, rank - len(a)), a.shape[1]
-    more = torch.empty(missing, n_in, dtype=torch.float32).uniform_(-(n_in**-0.5), n_in**-0.5, generator=generator)
-    return torch.cat([a[:rank], more.to(a)]), torch.cat([b[:, :rank], b.new_zeros(len(b), missing)], dim=1)
+    extra = torch.empty(missing, n_in, dtype=torch.float32).uniform_(-(n_in**-0.5), n_in**-0.5, generator=generator)
+    return torch.cat([a[:rank], extra.to(a)]), torch.cat([b[:, :rank], b.new_zeros(len(b), missing)], dim=1)
 
 
-def _counted_tokens(host: nn.Module, batch: Batch, labels: float) -> tuple[Tensor, Tensor]:
-    """The tokens before a label that counts `[B, T]` bool, and those labels `[M]`; without labels every token. Raises
-    `ConfigError` where there is none.
-    """
+def _counted_tokens(model: nn.Module, batch: Batch, labels: float) -> tuple[Tensor, Tensor]:
+    """Return tokens before a label `[B, T]` bool, and labels `[M]`; without labels all."""
     if batch.get("labels") is None:
         if labels:
             raise ConfigError(
@@ -331,25 +311,23 @@ def _counted_tokens(host: nn.Module, batch: Batch, labels: float) -> tuple[Tenso
             )
         counted, targets = real_tokens(batch), batch["input_ids"]
     else:
-        targets = nn.functional.pad(next_labels(host, batch), (0, 1), value=-100)
+        targets = nn.functional.pad(next_labels(model, batch), (0, 1), value=-100)
         counted = targets != -100
     if not bool(counted.any()):
-        raise ConfigError("a batch has no token at which anything is asked: leave it out")
+        raise ConfigError("a batch has no token that counts: leave it out")
     return counted, targets[counted]
 
 
 def _module_name(bem: Bem, site: Site) -> str:
-    """What the host calls the module of a site."""
     if not site.mergeable:
-        raise NotSupportedHost(
-            f"site {site.name} is no plain linear layer of the host: a LoRA has no weight there to add to. Leave"
+        raise UnsupportedModel(
+            f"site {site.name} is not a plain linear layer of the model: a LoRA has no weight there to add to. Leave"
             f" {site.kind!r} out of sites"
         )
     return next(name for name, module in bem.host.named_modules() if module is site.module)
 
 
 def _measure(bem: Bem, twins: Mapping[str, Twin], batches: Sequence[Batch]) -> dict[str, _Moments]:
-    """Run the adapter over all batches, and sum up each site by its key."""
     moments = {key: _Moments.of_rank(twin.V.shape[1]) for key, twin in twins.items()}
     decoder, _ = find_layers(bem.host)
     with mode(bem.host, training=False):
@@ -371,7 +349,6 @@ def _measure(bem: Bem, twins: Mapping[str, Twin], batches: Sequence[Batch]) -> d
 
 @contextmanager
 def _recorded_inputs(sites: Sequence[Site]) -> Iterator[dict[str, Tensor]]:
-    """In the block, record the last input of each site by its key."""
     inputs: dict[str, Tensor] = {}
 
     def recording(key: str) -> Any:
@@ -385,4 +362,4 @@ def _recorded_inputs(sites: Sequence[Site]) -> Iterator[dict[str, Tensor]]:
             stack.callback(site.module.register_forward_pre_hook(recording(site.key)).remove)
         yield inputs
     if len(inputs) < len(sites):
-        raise BemError("a forward of the host did not pass every site: detach the adapter and attach it again")
+        raise BemError("a forward of the model did not pass every site: detach the adapter and attach it again")

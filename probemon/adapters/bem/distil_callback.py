@@ -1,11 +1,10 @@
-"""Distillation while an adapter trains: every n steps of Hugging Face's Trainer a static LoRA, each in a folder.
+"""DistilCallback: a static LoRA every n steps of Hugging Face's Trainer.
 
     callback = DistilCallback(bem, batches, "loras/", every=500, keep=3)
     Trainer(model=Objective(bem), ..., callbacks=[callback]).train()
-    callback.written[-1]                              # loras/step-500: what PEFT loads; its error is in distilled.json
-    DistilCallback(bem, batches, "loras/", every=500, settings=TrainSettings(n_steps=200), rank=16)    # trained ones
+    callback.written[-1]                              # loras/step-500, for PEFT; with distilled.json
 
-A folder appears whole, under its name, or not at all. Training goes on as if nothing had been distilled, bit for bit.
+A folder appears complete or not at all. Training is the same, bit for bit.
 """
 
 from __future__ import annotations
@@ -35,13 +34,13 @@ from probemon.util.files import write_text_atomically
 _OURS = re.compile(r"step-(\d+)")
 
 
-class DistilCallback(TrainerCallback):  # type: ignore[misc]  # transformers has no types of it
-    """Distils `bem` on `batches` into `folder/step-N`, every `every` steps and at the end, and keeps the `keep` of them
-    that were written last. `written`: the folders that are there, the oldest first.
+class DistilCallback(TrainerCallback):  # type: ignore[misc]  # transformers has no types
+    """Distils `bem` on `batches` into `folder/step-N`, every `every` steps and at the end; keeps the newest `keep`.
 
-    `settings`: of `distil_trained`; None takes `distil`, which is nearest and quick. `how`: what else either takes.
-    Where several processes train, the first one writes. Raises `ConfigError`, now for what can be known now; while it
-    trains as these two do.
+    `settings`: of `distil_trained`; None takes `distil`, which is quick.
+    `how`: as of either.
+
+    Only the first process writes. Raises `ConfigError`, at once if possible.
     """
 
     def __init__(
@@ -60,11 +59,11 @@ class DistilCallback(TrainerCallback):  # type: ignore[misc]  # transformers has
         check_count("keep", keep, least=1, remedy="give 1 or more")
         check_has_twin(bem.config)
         check_fit(batches, TrainSettings(n_steps=1) if settings is None else settings)
-        of = distil if settings is None else distil_trained
-        known = sorted(set(inspect.signature(of).parameters) - {"bem", "batches", "settings"})
-        if unknown := sorted(set(how) - set(known)):
+        distiller = distil if settings is None else distil_trained
+        options = sorted(set(inspect.signature(distiller).parameters) - {"bem", "batches", "settings"})
+        if unknown := sorted(set(how) - set(options)):
             raise ConfigError(
-                f"{unknown[0]!r} is no setting of {of.__name__}: it takes {', '.join(known)}"
+                f"{unknown[0]!r} is not a setting of {distiller.__name__}: it takes {', '.join(options)}"
                 + ("; those of a trained LoRA need settings=TrainSettings(...)" if settings is None else "")
             )
         self.bem, self.batches, self.folder = bem, batches, Path(folder)
@@ -72,11 +71,11 @@ class DistilCallback(TrainerCallback):  # type: ignore[misc]  # transformers has
 
     @property
     def written(self) -> list[Path]:
-        """The folders that are there, in the order in which they were written, whichever training did."""
+        """All folders of any training, oldest first."""
         if not self.folder.is_dir():
             return []
         ours = [path for path in self.folder.iterdir() if _OURS.fullmatch(path.name) and path.is_dir()]
-        # Not by their steps: a training that begins anew, or earlier, writes smaller ones into the same folder.
+        # By time: a restarted training writes smaller steps.
         return sorted(ours, key=lambda path: (path.stat().st_mtime_ns, int(path.name.removeprefix("step-"))))
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -100,10 +99,10 @@ class DistilCallback(TrainerCallback):  # type: ignore[misc]  # transformers has
         temporary = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=self.folder))
         try:
             lora.save(temporary)
-            told = {"step": step, "method": lora.method, "error": lora.error, "rank": lora.rank, "start": lora.start}
-            write_text_atomically(temporary / "distilled.json", json.dumps(told, indent=2) + "\n")
+            record = {"step": step, "method": lora.method, "error": lora.error, "rank": lora.rank, "start": lora.start}
+            write_text_atomically(temporary / "distilled.json", json.dumps(record, indent=2) + "\n")
             temporary.chmod(0o755)
-            if target.exists():  # of a training that was resumed from before this step
+            if target.exists():  # from a training that was resumed
                 shutil.rmtree(target)
             os.replace(temporary, target)
         except BaseException:

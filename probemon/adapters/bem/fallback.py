@@ -1,25 +1,18 @@
-"""Fallbacks: where the controller cannot be relied on, its codes are the static 1, and every code says so.
+"""Fallbacks: codes are the static 1 if the controller fails, and `Codes.fallback` says so.
 
     bem = attach_bem(model, config, fallback=FallbackPolicy(min_confidence=0.2))
-    model.generate(**inputs)
     bem.fallbacks                                    # Fallbacks(n_forwards=40, n_failed=0, n_refused=0, ...)
 
-With c = 1 an update is `s U V^T`: a static LoRA of the same U and V, under the same spectral limits. What falls back,
-and how much:
+With c = 1 an update is `s U V^T`, a static LoRA under the same limits.
 
-    the controller raises             the whole forward             a failure for the breaker
+    cause                             falls back            breaker
+    the controller raises             the whole forward     a failure
     the breaker is open               the whole forward
-    a code is not finite              the tokens that it is of      a failure for the breaker, once for each row
-    confidence under a threshold      the tokens that it is of
+    a code is not finite              its tokens            a failure, once per row
+    confidence under a threshold      its tokens
 
-Cached keys and values stay as they are, and the state goes on: a forward that is not routed is still read (its features
-alone), and the next that is routed reads what was missed. So a code after a fallback is the one it would have been for
-the same hidden states. Where not even the features could be computed they are NaN; the codes that depend on them are
-too, and fall back one by one. Whether a token falls back depends on its own codes alone: nothing leaks from the future,
-and a cache changes nothing. `Codes.fallback` says which tokens fell back.
-
-probemon's own errors (`ProbemonError`) are raised as they are, and so is a lack of memory, which has a remedy of its
-own (`probemon.adapters.bem.memory`).
+The state goes on, so later codes are the same as without a fallback. A token falls back by its own codes alone, with a
+cache or without. `ProbemonError` and out-of-memory errors are raised.
 """
 
 from __future__ import annotations
@@ -50,12 +43,11 @@ LOG = logging.getLogger("probemon")
 class FallbackPolicy:
     """When codes fall back. Raises `ConfigError`.
 
-    `min_confidence`: tokens under it fall back; 0 for none.
-    `latency_factor`: a call fails that takes longer than this times the baseline of its kind; None for no limit.
-    `n_baseline`: the baseline is the median of so many first calls.
-    `window`, `n_failures`: the breaker opens at `n_failures` among the last `window` calls.
-    `open_seconds`: how long it stays open; then one call is tried, and closes it, or opens it for twice as long as
-    before, up to 16 times the first.
+    `min_confidence`: tokens below it fall back.
+    `latency_factor`: a call fails if it takes longer than this times its baseline; None for no limit.
+    `n_baseline`: first calls, whose median is the baseline.
+    `window`, `n_failures`: the breaker opens at `n_failures` in the last `window` calls.
+    `open_seconds`: until one call is tried; doubled at each failure, up to 16-fold.
     `clock`: returns seconds.
     """
 
@@ -87,13 +79,12 @@ class FallbackPolicy:
 
 @dataclass(frozen=True)
 class Fallbacks:
-    """What fell back so far, of `n_forwards`.
+    """Fallbacks so far, in forwards.
 
-    `n_failed`: forwards in which the controller raised; they fell back whole.
-    `n_refused`: forwards that an open breaker kept from the controller; they fell back whole.
-    `n_not_finite`, `n_unsure`: forwards with tokens whose codes were not finite, or of too little confidence.
-    `n_unread`: forwards of which not even features could be computed.
-    `last_error`: what was raised last.
+    `n_failed`: the controller raised.
+    `n_refused`: the breaker was open.
+    `n_not_finite`, `n_unsure`: tokens had non-finite codes, or too little confidence.
+    `n_unread`: not even features could be computed.
     """
 
     n_forwards: int = 0
@@ -106,13 +97,11 @@ class Fallbacks:
 
 
 class FallbackGuard:
-    """A `RouteGuard` by a policy: `breaker`, and `counts` of what fell back. On a GPU it waits once a forward, for what
-    the codes are and how long they took.
-    """
+    """A `RouteGuard` with a `breaker` and `counts`. It waits for the GPU once a forward."""
 
     def __init__(self, policy: FallbackPolicy) -> None:
         self.policy, self.counts = policy, Fallbacks()
-        # It is told of one error, when enough calls failed. No jitter: what is tried again is this process's own.
+        # One error, after enough failed calls. No jitter: nothing is shared.
         self.breaker = Circuit(Breaker(errors=1, retry_after=policy.open_seconds), policy.clock, lambda: 0.0)
         self._lock = threading.Lock()
         self._calls: deque[bool] = deque(maxlen=policy.window)
@@ -126,7 +115,7 @@ class FallbackGuard:
             return self._static(controller, hidden, real, state)
         n_read = state.n_columns
         try:
-            before = controller.resume(state)  # not timed: after a fallback it reads all of the history again
+            before = controller.resume(state)  # not timed: it may read all history
             begin = self.policy.clock()
             codes = controller.route(hidden, real, state)
             with torch.no_grad():
@@ -142,7 +131,7 @@ class FallbackGuard:
             self._count(n_failed=1, last_error=reason)
             LOG.warning("the controller failed, this forward's codes are the static ones: %s", reason)
             return self._static(controller, hidden, real, state, fed=state.n_columns > n_read)
-        # About as much to compute: as many tokens, to 41 %, and whether chunks may be completed.
+        # Similar work: token counts within 41 %, chunks completed or not.
         kind = (round(2 * math.log2(max(1, real.numel()))), state.inside)
         self._record(failed=self._slow(kind, seconds) or (any_bad and self._newly_lost(before, bad)))
         self._count(n_not_finite=int(any_bad), n_unsure=int(any_unsure))
@@ -153,7 +142,6 @@ class FallbackGuard:
         return codes.replace(fallback=fallback, **static)
 
     def _record(self, *, failed: bool) -> None:
-        """Note how a call went."""
         with self._lock:
             state = self.breaker.state
             if state == OPEN:  # another thread opened it meanwhile
@@ -173,7 +161,6 @@ class FallbackGuard:
                 )
 
     def _slow(self, kind: Hashable, seconds: float) -> bool:
-        """Whether a call took too long beside the first ones of its kind."""
         if self.policy.latency_factor is None:
             return False
         with self._lock:
@@ -187,18 +174,16 @@ class FallbackGuard:
             return False
 
     def _faults(self, codes: Codes, real: Tensor) -> tuple[Tensor, Tensor]:
-        """Tokens whose codes are not finite, and others of too little confidence: `[B, T]` bool both."""
+        """Return tokens with non-finite codes, and other unsure ones, `[B, T]` bool."""
         values = torch.cat([*codes.by_level().values(), codes.confidence[..., None]], dim=-1)
         finite = torch.isfinite(values).all(dim=-1)
         return real & ~finite, real & finite & (codes.confidence < self.policy.min_confidence)
 
     @torch.no_grad()
     def _newly_lost(self, before: Carry, bad: Tensor) -> bool:
-        """Whether a row with such tokens was finite before. One that was not stays so: counted again and again, it
-        would take the others with it.
-        """
-        known = torch.cat([before.open.flatten(1), before.code, before.summary, before.confidence[:, None]], dim=1)
-        return bool((bad.any(dim=1) & torch.isfinite(known).all(dim=1)).any())
+        """True if a row was finite before: lost rows must not count again."""
+        carried = torch.cat([before.open.flatten(1), before.code, before.summary, before.confidence[:, None]], dim=1)
+        return bool((bad.any(dim=1) & torch.isfinite(carried).all(dim=1)).any())
 
     def _static(
         self, controller: Controller, hidden: Tensor, real: Tensor, state: ControllerState, fed: bool = False
@@ -218,7 +203,7 @@ class FallbackGuard:
             self._count(n_unread=1, last_error=f"{type(error).__name__}: {error}")
             return controller.query.new_full((*real.shape, controller.config.width), math.nan)
 
-    def _count(self, last_error: str | None = None, **more: int) -> None:
+    def _count(self, last_error: str | None = None, **increments: int) -> None:
         with self._lock:
-            sums = {name: getattr(self.counts, name) + n for name, n in more.items()}
+            sums = {name: getattr(self.counts, name) + n for name, n in increments.items()}
             self.counts = replace(self.counts, **sums, last_error=last_error or self.counts.last_error)

@@ -1,14 +1,11 @@
-"""Governance of forms: how large an update may be, from sizes that each form knows of itself.
+"""Limits on updates of forms, by the sizes that each form computes.
 
     governor = FormGovernor(config, sites, updates)
     applied = governor.apply({True: chunk_codes, False: codes})     # site key -> [.., n + 1]: codes, a share
-    applied = governor.leave_out(applied, eps)                      # the share of updates of at most eps is zero
 
-Codes of these forms are not all factors of their updates: a gate of a code of zero is 1, and a mask has no size. So the
-limits scale the updates themselves, by a share from 0 to 1 that goes beside the code. As of low-rank updates
-(`probemon.adapters.bem.governance`): first the trust region, one share for all sites of a token, then the cap, site by
-site. Shares have no gradient. A token within the limits has a share of exactly 1, and a code of zeros one of 0: in
-every form it leaves the host as it is.
+Codes of forms are not all factors, so limits scale updates by a share from 0 to 1: first the trust region, for all
+sites of a token, then the cap per site. Shares have no gradient. They are exactly 1 within the limits, and 0 for codes
+of zeros.
 """
 
 from __future__ import annotations
@@ -27,16 +24,17 @@ from probemon.adapters.bem.sites import Site
 
 
 class FormGovernor:
-    """Keeps the updates of forms within the limits of `config`. It keeps nothing of the parameters."""
+    """Keeps updates within the limits of `config`."""
 
     def __init__(self, config: BemConfig, sites: Sequence[Site], updates: nn.ModuleDict) -> None:
         self._config = config
         self._forms = {site: cast(Form, updates[site.key]) for site in sites}
-        self._host_norm: float | None = None
+        self._model_norm: float | None = None
 
     def apply(self, codes: Mapping[bool, Tensor]) -> dict[str, Tensor]:
-        """Return `[.., n + 1]` by site key of codes `[.., n]` for sites that take chunk codes (True) and for the others
-        (False): the codes, and last the share of the update that the limits leave.
+        """Return `[.., n + 1]` by site key: codes, and the share that the limits leave.
+
+        `codes [.., n]`: of sites with chunk codes (True) and others (False).
         """
         cap, trust = self._config.spectral_cap, self._config.trust_region
         applied: dict[str, Tensor] = {}
@@ -58,9 +56,7 @@ class FormGovernor:
         return applied
 
     def _capped(self, site: Site, codes: Tensor, share: Tensor, norm: Tensor, cap: float) -> Tensor:
-        """The shares `[..]` of a site's updates under the cap. No singular value exceeds the Frobenius norm, so those
-        that exceed the cap alone are decomposed.
-        """
+        """Return shares `[..]`. Only updates over the cap in the Frobenius norm are decomposed."""
         exceeds = norm > cap
         if not bool(exceeds.any()):
             return share
@@ -76,55 +72,47 @@ class FormGovernor:
 
     @torch.no_grad()
     def sigma1(self, site: Site, codes: Tensor) -> Tensor:
-        """Return the largest singular values `[M]` of a site's updates for codes `[M, n]`, or bounds of them."""
+        """Return largest singular values `[M]`, or bounds, for codes `[M, n]`."""
         form = self._forms[site]
         return form.sizes(_wide(form, codes))[0].to(codes)
 
     @torch.no_grad()
     def leave_out(self, applied: Mapping[str, Tensor], eps: float) -> dict[str, Tensor]:
-        """Return what `apply` returned, but shares of zero where the Frobenius norm of the site's update is at most
-        `eps`. What is not a number stays, so that it is seen.
-        """
-        kept = {}
+        """Return `applied` with shares of 0 for updates of at most `eps`; NaN stays visible."""
+        remaining = {}
         for site in self._forms:
             codes, share = applied[site.key][..., :-1], applied[site.key][..., -1]
             small = self._frobenius(site, codes) * share <= eps
-            kept[site.key] = torch.cat([codes, share.masked_fill(small, 0.0)[..., None]], dim=-1)
-        return kept
+            remaining[site.key] = torch.cat([codes, share.masked_fill(small, 0.0)[..., None]], dim=-1)
+        return remaining
 
     @torch.no_grad()
     def sizes(self, applied: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-        """Return two sizes `[M]` of what `apply` returned, `[M, n + 1]`, as `bem.governance.Governor.sizes`
-        does: of the update that is largest in the Frobenius norm the largest singular value (of several Kronecker terms
-        a bound of it), and all of them together beside the host's weights, of films beside the outputs as they are.
-        """
+        """Return the largest singular value of the largest update, and the norm of all over `model_norm`."""
         norms = torch.stack(
             [self._frobenius(site, applied[site.key][:, :-1]) * applied[site.key][:, -1].abs() for site in self._forms]
         )
         total, largest = norms.square().sum(dim=0).sqrt(), norms.argmax(dim=0)
         sigma = torch.zeros_like(total)
         for i, site in enumerate(self._forms):
-            own = largest == i
-            if bool(own.any()):
-                some = applied[site.key][own]
-                sigma[own] = (self.sigma1(site, some[:, :-1]) * some[:, -1].abs()).to(sigma)
-        return sigma.where(total.isfinite(), math.nan), total / self.host_norm()
+            is_largest = largest == i
+            if bool(is_largest.any()):
+                subset = applied[site.key][is_largest]
+                sigma[is_largest] = (self.sigma1(site, subset[:, :-1]) * subset[:, -1].abs()).to(sigma)
+        return sigma.where(total.isfinite(), math.nan), total / self.model_norm()
 
-    def host_norm(self) -> float:
-        """Return the norm of what updates are added to, computed once until `forget_host_norm`: the host's weights, or
-        of films the outputs as they are.
-        """
-        if self._host_norm is None:
+    def model_norm(self) -> float:
+        """Return the norm of the model's weights at the sites; of the identity for films. Cached."""
+        if self._model_norm is None:
             film = self._config.form == "film"
-            self._host_norm = math.sqrt(sum(site.n_out for site in self._forms)) if film else weights_norm(self._forms)
-        return self._host_norm
+            self._model_norm = math.sqrt(sum(site.n_out for site in self._forms)) if film else weights_norm(self._forms)
+        return self._model_norm
 
-    def forget_host_norm(self) -> None:
-        """As of `probemon.adapters.bem.governance.Governor`."""
-        self._host_norm = None
+    def forget_model_norm(self) -> None:
+        """See `probemon.adapters.bem.governance.Governor`."""
+        self._model_norm = None
 
 
 def _wide(form: Form, codes: Tensor) -> Tensor:
-    """Codes where the form's parameters are, in their dtype."""
     parameter = next(form.parameters())
     return codes.to(parameter)

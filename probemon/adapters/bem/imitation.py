@@ -1,17 +1,14 @@
-"""Expert imitation: the controller learns to give the codes that experts gave.
+"""Expert imitation: the controller learns to give experts' codes.
 
     batches = [{"input_ids": ids, "attention_mask": mask, "expert_codes": codes, "counted": where}, ...]
     history = imitate(bem, batches, TrainSettings(n_steps=200, lr=1e-2))
-    imitation_error(bem, held_out)                  # 0: the experts' codes; 1: no better than the best single code
+    imitation_error(bem, held_out)
 
-`expert_codes [B, T, r]`, or `[B, r]` for one expert a row. `counted [B, T]`, optional: tokens count where it is not 0;
-without it all real ones do. A code of chunk k knows complete chunks before k alone, and that of chunk 0 is one learned
-vector (a token code also knows its own token): leave out tokens whose expert cannot be known yet. U and V do not learn,
-and the host runs without its head.
+`expert_codes [B, T, r]`, or `[B, r]` for one expert a row.
+`counted [B, T]`, optional: not 0 at tokens that count.
 
-Under level="learned" each site has the codes of its own level. What is learned from is the loss that is expected of the
-levels as likely as they are now, so that levels learn too, without noise: an expert that changes with every token asks
-for token codes, and of one that prefix codes can follow a price in operations decides.
+A code of chunk k knows only complete chunks before k (a token code also its own token): leave out tokens whose expert
+cannot be known yet. U and V do not learn. Learned levels do: the loss is its expectation over their probabilities.
 """
 
 from __future__ import annotations
@@ -31,9 +28,9 @@ from probemon.adapters.bem.losses import (
     codes_taken,
     forward_inputs,
     frozen,
-    host_inputs,
     masked_tokens,
     mode,
+    model_inputs,
     recorded_codes,
 )
 from probemon.adapters.bem.training import TrainingHistory, TrainSettings, check_fit, fit
@@ -43,12 +40,10 @@ from probemon.util.checks import check_number
 
 
 def imitate(bem: Bem, batches: Sequence[Batch], settings: TrainSettings, *, operations: float = 0.0) -> TrainingHistory:
-    """Train the controller of an attached adapter on `imitation_loss`, and levels where they are learned.
+    """Train the controller of an attached adapter on `imitation_loss`, and learned levels.
 
-    `operations`: what an operation a token costs, in the unit of the loss, under level="learned".
-
-    Raises `ConfigError` for experts out of reach (a norm of `max_norm` or more), and for a price where no level is
-    learned; `BemError` as `train`.
+    `operations`: cost of an operation a token. Raises `ConfigError` for experts with norms of `max_norm` or more, or
+    `operations` without learned levels; `BemError` as `train`.
     """
     check_learnable(bem)
     check_fit(batches, settings)
@@ -67,21 +62,21 @@ def imitate(bem: Bem, batches: Sequence[Batch], settings: TrainSettings, *, oper
     learning = list(bem.controller.parameters())
     if bem.levels is None:
         every_level: AbstractContextManager[None] = nullcontext()
-    else:  # in training mode the controller makes the codes of every level
+    else:  # training mode makes the codes of every level
         learning, every_level = [*learning, bem.levels.logits], mode(bem.host, training=True)
     with every_level:
         return fit(learning, loss_of, batches, settings)
 
 
 def imitation_loss(codes: Tensor, experts: Tensor) -> Tensor:
-    """Return the mean squared distance of codes `[M, r]` to experts' `[M, r]`, over tokens and dimensions."""
+    """Return the mean squared distance of codes and experts' codes, both `[M, r]`."""
     return (codes - experts).square().mean()
 
 
 @torch.no_grad()
 def imitation_error(bem: Bem, batches: Sequence[Batch]) -> float:
-    """Return the squared distance to the experts' codes over that of their mean, on all batches together: 0 is exact, 1
-    as good as one code for all. Raises `ConfigError` where all experts' codes are the same.
+    """Return the squared distance to the experts' codes over that of their mean: 0 is exact. Raises `ConfigError` if
+    these codes are all the same.
     """
     if not batches:
         raise ConfigError("there are no batches to measure on: give at least one")
@@ -99,8 +94,8 @@ def imitation_error(bem: Bem, batches: Sequence[Batch]) -> float:
 
 
 def check_experts(bem: Bem, batch: Batch) -> None:
-    """Raise `ConfigError` unless a batch has codes of the right shape, within the reach of a code."""
-    (n_rows, n_columns), experts = host_inputs(batch)["input_ids"].shape, batch.get("expert_codes")
+    """Raise `ConfigError` unless a batch has codes of the right shape, under `max_norm`."""
+    (n_rows, n_columns), experts = model_inputs(batch)["input_ids"].shape, batch.get("expert_codes")
     rank, most = bem.config.code_size, bem.config.max_norm
     if not isinstance(experts, Tensor) or tuple(experts.shape) not in ((n_rows, n_columns, rank), (n_rows, rank)):
         if isinstance(experts, Tensor):
@@ -117,9 +112,7 @@ def check_experts(bem: Bem, batch: Batch) -> None:
 
 
 def _compared(bem: Bem, batch: Batch) -> tuple[dict[str, Tensor], Tensor]:
-    """Of the tokens that count: the codes `[M, r]` of each sort of site, or under level="learned" of each level that is
-    made, and the experts' `[M, r]`.
-    """
+    """Codes `[M, r]` by sort of site or by level, and the experts'."""
     decoder, _ = find_layers(bem.host)
     inputs, counted = forward_inputs(bem.host, batch, decoder), masked_tokens(batch, "counted")
     with frozen(bem.host), recorded_codes(bem) as recorded:
@@ -137,20 +130,18 @@ def _compared(bem: Bem, batch: Batch) -> tuple[dict[str, Tensor], Tensor]:
 
 
 def _expected_loss(bem: Bem, codes: Mapping[str, Tensor], experts: Tensor) -> Tensor:
-    """The mean of `imitation_loss` over sorts of sites; where levels are learned, over sites, each at the levels that
-    it may have, by their probabilities.
-    """
+    """The mean over sorts of sites, or expected over learned levels."""
     losses = {name: imitation_loss(code, experts) for name, code in codes.items()}
     if bem.levels is None:
         return torch.stack(list(losses.values())).mean()
     by_level = torch.stack([losses[level] for level in LEVELS])
-    of_sites = bem.levels.logits.softmax(dim=1).to(by_level.device) @ by_level
+    site_losses = bem.levels.logits.softmax(dim=1).to(by_level.device) @ by_level
     n_chunked = sum(site.chunked for site in bem.sites)
-    return (of_sites.sum() + n_chunked * losses["chunk"]) / len(bem.sites)
+    return (site_losses.sum() + n_chunked * losses["chunk"]) / len(bem.sites)
 
 
 def _of_sites(bem: Bem, codes: Mapping[str, Tensor]) -> Tensor:
-    """The codes `[K, M, r]` that each sort of site takes; where levels are learned, each site."""
+    """Codes `[K, M, r]` of each sort of site, or of each site."""
     if bem.levels is None:
         return torch.stack(list(codes.values()))
     chosen = bem.levels.chosen()

@@ -1,13 +1,11 @@
-"""int8: U and V of an adapter in a byte a value, each column by its own scale; all else keeps its precision.
+"""U and V of an adapter as int8, with a scale for each column; all else keeps its precision.
 
-    small = quantize(bem)                  # another adapter for the same host, not attached
+    small = quantize(bem)                  # another adapter for the same model
     with small:
         model.generate(**inputs)
     small.save_pretrained("adapter-int8/")    # attach_bem(model, "adapter-int8/") needs no torchao
 
-A column of U or V is a channel: the direction of one rank, which c multiplies. `quantize` needs torchao, whose
-symmetric rounding it is; a plain cast would leave nothing, as most values lie between -1 and 1. In use each site's
-matrices are widened again, and the limits on updates are computed from these.
+Sites widen the matrices in use.
 """
 
 from __future__ import annotations
@@ -25,9 +23,7 @@ if TYPE_CHECKING:
 
 
 class Int8Update(nn.Module):
-    """One site's update, which does not learn: `U8 [out, r]`, `V8 [in, r]` int8, and the scales of their columns
-    `U_scale`, `V_scale` `[r]` fp32.
-    """
+    """One site's frozen update: `U8 [out, r]`, `V8 [in, r]` int8, and column scales `[r]` fp32."""
 
     U8: Tensor
     V8: Tensor
@@ -52,17 +48,17 @@ class Int8Update(nn.Module):
 
 
 def quantize(bem: Bem) -> Bem:
-    """Return the same adapter with int8 U and V, for the same host, not attached, and on when it is: controller, levels
-    that were learned, what of them is frozen, `impl`, the fallback policy and checkpointing as they were, states and
-    counts of its own. Raises `MissingExtra`, `ConfigError`; `BemError` for one that is int8 already.
+    """Return an int8 copy of an adapter, not attached, with its own states and counts.
+
+    Raises `MissingExtra`, `ConfigError`; `BemError` if it is not low_rank, or int8 already.
     """
-    from probemon.adapters.bem.attached import Bem  # which needs this file
+    from probemon.adapters.bem.attached import Bem  # imports this file
 
     if not isinstance(bem, Bem):
-        raise ConfigError(f"{type(bem).__name__} is no adapter: give what attach_bem returned")
+        raise ConfigError(f"{type(bem).__name__} is not an adapter: give what attach_bem returned")
     if bem.config.form != "low_rank":
         raise BemError(
-            f"this adapter's form is {bem.config.form!r}, and only of low_rank are factors kept in int8: keep it in"
+            f"this adapter's form is {bem.config.form!r}, and only low_rank has factors in int8: keep it in"
             " half (bem.bfloat16()), or train one of form='low_rank' for int8"
         )
     if any(isinstance(update, Int8Update) for update in bem.updates.values()):
@@ -74,7 +70,7 @@ def quantize(bem: Bem) -> Bem:
     make_int8(small)
     with torch.inference_mode(False):  # as when it is loaded
         others = {name: x.clone() for name, x in bem.state_dict().items() if not name.startswith("updates.")}
-        # Assigned, for a copy would be rounded to the dtype that is there.
+        # Assigned: a copy would be rounded.
         small.load_state_dict({**small.state_dict(), **others}, assign=True)
     learns = {name: parameter.requires_grad for name, parameter in bem.named_parameters()}
     for name, parameter in small.named_parameters():
@@ -88,14 +84,14 @@ def quantize(bem: Bem) -> Bem:
 
 
 def make_int8(bem: Bem) -> None:
-    """Give an adapter that is not attached int8 updates of zeros, to be filled."""
+    """Give an unattached adapter int8 updates of zeros."""
     for site in bem.sites:
         bem.updates[site.key] = Int8Update(site.n_in, site.n_out, bem.config.rank, device_of(bem.updates[site.key]))
     bem.governor = type(bem.governor)(bem.config, bem.sites, bem.updates)
 
 
 def _round(matrix: Tensor) -> tuple[Tensor, Tensor]:
-    """A matrix `[n, r]` as int8 `[n, r]` and the scale of each column `[r]` fp32."""
+    """A matrix `[n, r]` as int8, and its column scales `[r]` fp32."""
     try:
         from torchao.quantization import Int8Tensor, PerRow
     except ImportError as error:

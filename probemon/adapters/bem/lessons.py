@@ -1,21 +1,17 @@
-"""Lessons: texts, answers to prompts, and chats, as tokens with labels.
+"""Texts, answers to prompts, and chats, as tokens with labels.
 
     lesson = make_lesson({"prompt": "2 + 2?", "answer": "4"}, "sums.jsonl, line 1", tokenizer)
     parts = split(documents, {"train": 0.7, "choose": 0.1, "test": 0.2}, seed=0)      # whole documents
     for batch in make_batches(lessons, 8, pad): ...                 # input_ids, attention_mask, labels
 
-A row is one of these; other fields of it are left alone:
+A row is one of these; other fields are ignored:
 
 - `{"text": "..."}`: every token counts.
-- `{"prompt": "...", "answer": "..."}`: the tokens of the answer count. Where the host has a chat template, both are
-  turns of a chat.
-- `{"messages": [...]}`: a chat of OpenAI's form (with `tools`, where it has some), in the host's template, which is
-  told a stated day; the turns of the assistant count.
+- `{"prompt": "...", "answer": "..."}`: the answer counts. With a chat template, both become a chat.
+- `{"messages": [...]}`: a chat of OpenAI's form (optionally `tools`), on a fixed date; the assistant's turns count.
 
-A chat's tokens are those of its whole text, as the template itself gives them; one with characters of an answer and of
-what is around it counts. Without a template the tokens of the prompt are those of the prompt alone, since the host will
-be given these. The answer's are those that follow in the whole text; where a token would lie across the border, those
-of the answer alone.
+A token of a chat counts if any of its characters does. Without a template the prompt is tokenised alone, as the model
+will get it.
 """
 
 from __future__ import annotations
@@ -39,7 +35,7 @@ from probemon.util.counted import counted
 
 @dataclass(frozen=True)
 class Lesson:
-    """Tokens of one row, and which of them count as labels."""
+    """Tokens of one row, and which count as labels."""
 
     where: str
     ids: tuple[int, ...]
@@ -47,13 +43,13 @@ class Lesson:
 
     @property
     def n_labels(self) -> int:
-        """How many labels it has; the first token is predicted by nothing."""
+        """Number of labels; the first token is never one."""
         return sum(self.counted[1:])
 
 
 def check_row(row: Mapping[str, Any], where: str) -> str:
-    """Return what kind of row this is: "text", "answer" or "chat". Raises `ConfigError`."""
-    # In a table every row has every column: what is empty, or no text, says nothing.
+    """Return the kind of a row: "text", "answer" or "chat". Raises `ConfigError`."""
+    # A table's row has every column: ignore empty ones.
     kinds = [name for name in ("messages", "prompt", "text") if isinstance(row.get(name), (str, list)) and row[name]]
     if len(kinds) > 1:
         raise ConfigError(f"{where} has {kinds[0]!r} and {kinds[1]!r}: give one of them, the other would be left out")
@@ -73,14 +69,14 @@ def check_row(row: Mapping[str, Any], where: str) -> str:
 
 
 def content_of(row: Mapping[str, Any]) -> str:
-    """Return all that a row says, by which rows that are nearly the same are found."""
+    """Return a row's text, to find near-duplicates."""
     if "messages" in row:
         return "\n".join(turn["content"] for turn in normalised(row["messages"]))
     return "\n".join(row[name] for name in ("prompt", "answer", "text") if name in row)
 
 
 def make_lesson(row: Mapping[str, Any], where: str, tokenizer: Any, most_tokens: int = 512) -> Lesson:
-    """Return a row as tokens, cut at `most_tokens`. Raises `ConfigError` for one without a label within them."""
+    """Return a row as tokens, cut at `most_tokens`. Raises `ConfigError` without labels."""
     kind = check_row(row, where)
     if kind == "text":
         ids = _ids(tokenizer, row["text"])
@@ -103,26 +99,25 @@ def make_lesson(row: Mapping[str, Any], where: str, tokenizer: Any, most_tokens:
 
 
 def _ids(tokenizer: Any, text: str, *, begins: bool = True) -> list[int]:
-    """The tokens of a text; one that `begins` a row has the special tokens that the tokenizer adds."""
     return ids_of(tokenizer, text) if begins else list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
 def _answered(prompt: str, answer: str, tokenizer: Any) -> tuple[list[int], list[bool]]:
-    """The tokens of a prompt and its answer, and which count: the prompt's are those that the host is given with it."""
-    asked, ids = _ids(tokenizer, prompt), _ids(tokenizer, prompt + answer)
-    if ids[: len(asked)] != asked:  # a token lies across the border, which no host would be given
-        ids = asked + _ids(tokenizer, answer, begins=False)
-    return ids, [place >= len(asked) for place in range(len(ids))]
+    """Tokens of prompt and answer, and which count."""
+    prompt_ids, ids = _ids(tokenizer, prompt), _ids(tokenizer, prompt + answer)
+    if ids[: len(prompt_ids)] != prompt_ids:  # a token crosses the border
+        ids = prompt_ids + _ids(tokenizer, answer, begins=False)
+    return ids, [place >= len(prompt_ids) for place in range(len(ids))]
 
 
 def _chat(parts: Sequence[tuple[str, bool]], where: str, tokenizer: Any) -> tuple[list[int], list[bool]]:
-    """The tokens of a chat, as of its whole text, and which count: those with a character of a part that does."""
-    text, ranges, at = "".join(said for said, _ in parts), list[tuple[int, int]](), 0
-    for said, counts in parts:
+    """Tokens of a chat, and which count."""
+    text, ranges, at = "".join(part for part, _ in parts), list[tuple[int, int]](), 0
+    for part, counts in parts:
         if counts:
-            ranges.append((at, at + len(said)))
-        at += len(said)
-    ids = _ids(tokenizer, text, begins=False)  # a chat template writes every special token itself
+            ranges.append((at, at + len(part)))
+        at += len(part)
+    ids = _ids(tokenizer, text, begins=False)  # the template writes special tokens
     try:
         return ids, counted_tokens(tokenizer, text, ids, ranges).tolist()
     except ConfigError as error:
@@ -132,10 +127,10 @@ def _chat(parts: Sequence[tuple[str, bool]], where: str, tokenizer: Any) -> tupl
 def _parts_of_chat(
     turns: Sequence[Mapping[str, Any]], tools: Any, where: str, tokenizer: Any
 ) -> list[tuple[str, bool]]:
-    """A chat as the template writes it, in parts that count or do not: those of the assistant do."""
+    """A chat as the template writes it, in parts that count or not."""
     if not getattr(tokenizer, "chat_template", None):
         raise ConfigError(
-            f"{where} is a chat, and the host has no chat template: give 'prompt' and 'answer', or 'text'"
+            f"{where} is a chat, and the model has no chat template: give 'prompt' and 'answer', or 'text'"
         )
     last = max(i for i, turn in enumerate(turns) if turn["role"] == "assistant")
     try:
@@ -149,11 +144,11 @@ def _parts_of_chat(
         for n, prompting, counts in ((i, True, False), (i + 1, False, True)):
             try:
                 text = chat.written(chat.said[:n], add_generation_prompt=prompting)
-            except Exception as error:  # a template is a program of the model's own
-                raise ConfigError(f"{where}: the host's chat template does not take these turns ({error})") from error
+            except Exception as error:  # a template is a program
+                raise ConfigError(f"{where}: the model's chat template does not take these turns ({error})") from error
             if not text.startswith(done):
                 raise ConfigError(
-                    f"{where}: the host's chat template writes turn {i + 1} in another way than in a longer chat, so"
+                    f"{where}: the model's chat template writes turn {i + 1} in another way than in a longer chat, so"
                     " which tokens are the assistant's is unknown: give one answer a row"
                 )
             parts.append((text[len(done) :], counts))
@@ -162,9 +157,8 @@ def _parts_of_chat(
 
 
 def split(documents: Sequence[int], shares: Mapping[str, float], *, seed: int) -> dict[str, list[int]]:
-    """Part rows by whole documents: `documents [N]` says which each is of. Return the rows of every part.
-
-    Raises `ConfigError` where a part would have none.
+    """Split rows by whole documents; `documents [N]` is each row's. Return the rows of every part. Raises
+    `ConfigError` for an empty part.
     """
     different = sorted(set(documents))
     wanted = [name for name, share in shares.items() if share > 0]
@@ -178,7 +172,7 @@ def split(documents: Sequence[int], shares: Mapping[str, float], *, seed: int) -
     total, begin, part_of = sum(shares.values()), 0, dict[int, str]()
     least = len(wanted)
     for name in wanted:
-        least -= 1  # of the parts that follow
+        least -= 1  # parts that follow
         n = max(1, round(shares[name] / total * len(different))) if least else len(different) - begin
         for place in order[begin : min(begin + n, len(different) - least)]:
             part_of[different[place]] = name
@@ -187,7 +181,7 @@ def split(documents: Sequence[int], shares: Mapping[str, float], *, seed: int) -
 
 
 def make_batches(lessons: Sequence[Lesson], n_rows: int, pad: int) -> Iterator[Batch]:
-    """Yield batches of lessons in their order, padded on the right."""
+    """Yield batches of lessons, padded on the right."""
     for begin in range(0, len(lessons), n_rows):
         rows = lessons[begin : begin + n_rows]
         shape = len(rows), max(len(lesson.ids) for lesson in rows)

@@ -1,19 +1,16 @@
-"""A level for each site, which training chooses: prefix, chunk or token codes, at a price in operations.
+"""Learned levels: each site chooses prefix, chunk or token codes, at a price in operations.
 
     bem = attach_bem(model, BemConfig(level="learned"))
     train(bem, batches, settings, LossWeights(operations=1e-6))        # nats for each operation a token
     bem.levels.chosen()                                                # {"o.0": "prefix", "down.0": "token", ..}
-    expected_operations(bem, 512)                                      # what the penalty is of
+    expected_operations(bem, 512)
 
-While the host is in training mode each site draws a level in every forward: the largest of its three logits, each with
-Gumbel noise; the gradient is that of their softmax (Jang et al. 2017, straight-through). In evaluation mode it is the
-largest logit, ties to the coarser level. It depends on nothing else, so what a level promises holds: with a cache as
-without, and however a forward is cut. Sites of queries, keys and values take chunk codes, as ever.
+In training mode each forward draws each site's level: straight-through Gumbel softmax of three logits (Jang et al.
+2017). In evaluation mode the largest logit wins, ties to the coarser level. Sites of queries, keys and values always
+take chunk codes.
 
-The operations of a level are those of its router, as products have them (a multiply-add is two), for one token of a
-forward of a whole row: token codes are made at every token, chunk and prefix codes once in N. Sites share what a router
-costs. A router that no site takes is not run in evaluation mode, unless the routing is watched; one that few sites take
-costs what it costs.
+Operations are those of a level's router (a multiply-add is two), averaged over a row. Sites share routers; in
+evaluation mode unused ones run only if watched.
 """
 
 from __future__ import annotations
@@ -37,28 +34,28 @@ if TYPE_CHECKING:
 
 
 class LearnedLevels(nn.Module):
-    """Logits `[S, 3]` of the sites that have a choice, in the order of `LEVELS`; zeros at the start."""
+    """Logits `[S, 3]` of sites with a choice, in the order of `LEVELS`; zeros at the start."""
 
     def __init__(self, config: BemConfig, sites: Sequence[Site], updates: nn.ModuleDict) -> None:
         super().__init__()
-        self._config, self._updates = config, (updates,)  # in a tuple: they are no part of this module
+        self._config, self._updates = config, (updates,)  # in a tuple: not a submodule
         self._choosing = [site for site in sites if not site.chunked]
         self._fixed = [site for site in sites if site.chunked]
         self._governors: dict[tuple[str, ...], Governor | FormGovernor] = {}
         self.logits = nn.Parameter(torch.zeros(len(self._choosing), len(LEVELS), dtype=torch.float32))
 
     def chosen(self) -> dict[str, str]:
-        """Return the level of each site by its name, as evaluation mode takes it."""
+        """Return each site's level in evaluation mode, by name."""
         level = self.logits.detach().argmax(dim=1).tolist()
         return {site.name: LEVELS[i] for site, i in zip(self._choosing, level, strict=True)}
 
     def needed(self) -> set[str]:
-        """Return the levels of which some site takes codes in evaluation mode."""
+        """Return the levels in use in evaluation mode."""
         return set(self.chosen().values()) | ({"chunk"} if self._fixed else set())
 
     def limit(self, codes: Codes, governor: Governor | FormGovernor, training: bool) -> dict[str, Tensor]:
-        """Return codes `[B * T, ..]` by site key within the limits, each site's of its level; while `training`, of one
-        that is drawn, with a gradient to the logits.
+        """Return codes `[B * T, ..]` by site key within the limits, each at its site's level. In `training` levels are
+        drawn, with a gradient.
         """
         flat = {level: code.flatten(0, 1) for level, code in codes.by_level().items()}
         if training:
@@ -78,7 +75,6 @@ class LearnedLevels(nn.Module):
         return applied
 
     def _governor(self, whole: Governor | FormGovernor, sites: list[Site]) -> Governor | FormGovernor:
-        """What limits some of the sites, kept as long as they are these."""
         key = tuple(site.key for site in sites)
         if key not in self._governors:
             if len(self._governors) >= len(LEVELS):  # the levels have changed
@@ -88,18 +84,18 @@ class LearnedLevels(nn.Module):
 
 
 def level_operations(config: BemConfig, n_tokens: int) -> dict[str, float]:
-    """Return the operations a token of making each level's codes for a row of `n_tokens`. Raises `ConfigError`."""
+    """Return each level's operations a token, for a row of `n_tokens`. Raises `ConfigError`."""
     check_count("n_tokens", n_tokens, least=1)
     width, size, chunk = config.width, config.code_size, config.chunk_tokens
-    n_chunks = n_tokens // chunk  # that are complete
+    n_chunks = n_tokens // chunk  # complete ones
     made = {"prefix": n_chunks + 1, "chunk": n_chunks, "token": n_tokens}
     inputs = {"prefix": width, "chunk": 2 * width, "token": 2 * width}
     return {level: made[level] * 2 * width * (inputs[level] + size) / n_tokens for level in LEVELS}
 
 
 def expected_operations(bem: Bem, n_tokens: int) -> Tensor:
-    """Return the operations a token that an adapter's sites are expected to ask for, by their probabilities now, with a
-    gradient; sites share what a router costs. Raises `ConfigError` where levels are not learned.
+    """Return the expected operations a token, with a gradient to the logits. Raises `ConfigError` if levels are not
+    learned.
     """
     if bem.levels is None:
         raise ConfigError(

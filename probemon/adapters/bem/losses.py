@@ -1,24 +1,20 @@
-"""Losses an adapter is trained on: what it should say, how far it may go from its host, and how its codes should
-behave.
+"""Losses that train an adapter.
 
     losses = adapter_losses(bem, {"input_ids": ids, "attention_mask": mask, "labels": labels}, LossWeights(kl=0.1))
-    losses.total.backward()                    # gradients for the adapter's parameters alone
-    losses.terms["kl"]                         # every term by itself, before its weight
+    losses.total.backward()
+    losses.terms["kl"]
 
-    lm             cross-entropy of each label, given the tokens before it
-    kl             KL(steered || bare host), mean over tokens; the bare host is the same model with the adapter silenced
-    entropy        entropy of a token's shares less that of their mean over tokens, over log r: from -1 (sure, and
-                   all in use) to 0
-    update         mean over tokens of the Frobenius norm of the update over all sites, before governance
-    decorrelation  mean squared correlation between dimensions of the codes
+    lm             cross-entropy of labels
+    kl             KL(steered || bare model), mean over tokens
+    entropy        entropy of a token's shares `c_i^2 / |c|^2` minus that of their mean, over log r: -1 to 0
+    update         mean Frobenius norm of a token's updates over all sites, before governance
+    decorrelation  mean squared correlation between dimensions of codes
     flips          max(0, soft flips - 0.1)^2
-    operations     a token, that sites are expected to ask for, under level="learned" (`probemon.adapters.bem.levels`)
+    operations     expected operations a token, under level="learned"
 
-A token's shares are `c_i^2 / |c|^2`. Entropy alone, with either sign, rewards a fault: a router that gives every token
-to one dimension has the smallest, and one that does not decide has the largest. The difference of the two entropies,
-which is minus the mutual information of token and dimension, is 0 for both. Entropy, update, decorrelation and flips
-are of the codes that sites take: the mean over those of chunk-coded sites and those of the others. Under
-level="learned" the others are taken to take token codes, whatever they have chosen.
+Either entropy alone would reward a router that always takes one dimension, or never decides.
+
+Terms of codes are means over chunk-coded sites and the others, which count as token-coded under level="learned".
 """
 
 from __future__ import annotations
@@ -42,7 +38,7 @@ from probemon.adapters.bem.governance import decorrelation, flip_penalty, froben
 from probemon.adapters.bem.levels import expected_operations
 from probemon.adapters.bem.packing import packing_of
 from probemon.adapters.bem.sites import SiteUpdate
-from probemon.errors import BemError, ConfigError, NotSupportedHost
+from probemon.errors import BemError, ConfigError, UnsupportedModel
 from probemon.host.model import unwrap
 from probemon.util.checks import check_number
 
@@ -52,10 +48,7 @@ _TINY = 1e-12
 
 @dataclass(frozen=True, kw_only=True)
 class LossWeights:
-    """What each term is multiplied by. A term of weight 0 is not computed. Raises `ConfigError`.
-
-    The defaults are those of the source, which gives no number for `decorrelation`.
-    """
+    """Weights of the terms; one of weight 0 is not computed. Raises `ConfigError`."""
 
     lm: float = 1.0
     kl: float = 0.05
@@ -74,11 +67,11 @@ class LossWeights:
 
 @dataclass(frozen=True, eq=False)
 class Losses:
-    """What `adapter_losses` returns.
+    """Result of `adapter_losses`.
 
-    `total`: the weighted sum, with a gradient.
-    `terms`: unweighted scalars by name.
-    `logits [B, T, V]`: of the steered host.
+    `total`: weighted sum, with a gradient.
+    `terms`: unweighted, by name.
+    `logits [B, T, V]`: of the steered model.
     """
 
     total: Tensor
@@ -87,11 +80,10 @@ class Losses:
 
 
 def adapter_losses(bem: Bem, batch: Batch, weights: LossWeights | None = None) -> Losses:
-    """Compute all terms on one batch: `input_ids [B, T]`, optionally `attention_mask [B, T]` and `labels [B, T]` (-100:
-    not counted; without them, the tokens).
+    """Compute all terms on `input_ids [B, T]`, optionally with `attention_mask` and `labels [B, T]` (-100: not
+    counted).
 
-    It takes one forward of the host, and with `kl` one more without the adapter. Raises `BemError` where the adapter is
-    not on its host, `ConfigError` for a batch of padding alone or without a label.
+    Raises `BemError` if the adapter is off, `ConfigError` for a batch without tokens or labels.
     """
     if weights is not None and not isinstance(weights, LossWeights):
         raise ConfigError(f"weights is {weights!r}: give LossWeights(lm=..., ...), or None for the defaults")
@@ -114,7 +106,7 @@ def adapter_losses(bem: Bem, batch: Batch, weights: LossWeights | None = None) -
         terms["lm"] = nn.functional.cross_entropy(_wide(logits[:, :-1].flatten(0, 1)), targets, ignore_index=-100)
     if weights.kl:
         terms["kl"] = kl_to_base(logits, base_logits(bem, inputs), real)
-    if packing is not None:  # what follows asks which token comes after which
+    if packing is not None:  # the terms below need the order of tokens
         real, taken = packing.real, {chunked: packing.split(codes) for chunked, codes in taken.items()}
     if weights.entropy:
         terms["entropy"] = _mean(share_entropy(codes, real) for codes in taken.values())
@@ -144,11 +136,7 @@ def kl_to_base(steered: Tensor, base: Tensor, real: Tensor) -> Tensor:
 
 
 def share_entropy(codes: Tensor, real: Tensor) -> Tensor:
-    """Return the mean entropy of a token's shares less the entropy of their mean, over log r, in [-1, 0]: codes
-    `[B, T, r]`, real `[B, T]` bool.
-
-    It is 0 for one dimension, and where no token is real.
-    """
+    """Return the term `entropy` of codes `[B, T, r]` at real tokens `[B, T]` bool."""
     rank, squares = codes.shape[-1], codes[real].square()
     if rank < 2 or len(squares) == 0:
         return codes.new_zeros(())
@@ -158,20 +146,18 @@ def share_entropy(codes: Tensor, real: Tensor) -> Tensor:
 
 
 def update_norm(bem: Bem, taken: Mapping[bool, Tensor], real: Tensor) -> Tensor:
-    """Mean over real tokens of `sqrt(sum over sites |s U diag(c) V^T|^2)`, or of what another form makes of c, with
-    gradients to codes and parameters; `taken` as `codes_taken` gives it.
-    """
+    """Return the term `update` at real tokens, with gradients to codes and parameters. `taken`: as of `codes_taken`."""
     total = torch.zeros(int(real.sum()), dtype=torch.float32, device=real.device)
     for chunked, codes in taken.items():
-        of_group = [bem.updates[site.key] for site in bem.sites if site.chunked == chunked]
+        group = [bem.updates[site.key] for site in bem.sites if site.chunked == chunked]
         if bem.config.form != "low_rank":
-            for form in of_group:
+            for form in group:
                 total = total + cast(Form, form).frobenius(codes[real]).square().to(total.device)
             continue
-        updates = [cast(SiteUpdate, update) for update in of_group]
+        updates = [cast(SiteUpdate, update) for update in group]
         grams = torch.stack([gram(update.U, update.V, bem.config.scale).to(codes.device) for update in updates])
         total = total + frobenius_squared(codes[real].to(grams.dtype), grams).sum(dim=-1)
-    return (total + _TINY).sqrt().mean()  # at U = 0 the root alone has no gradient
+    return (total + _TINY).sqrt().mean()  # the root has no gradient at 0
 
 
 def _wide(x: Tensor) -> Tensor:
@@ -190,27 +176,25 @@ def _mean(terms: Iterator[Tensor]) -> Tensor:
 
 
 def check_learnable(bem: Bem) -> None:
-    """Raise `ConfigError` for an adapter that cannot learn: one with a `FallbackPolicy`, for codes that fell back teach
-    the controller nothing, or on a host made in inference mode.
+    """Raise `ConfigError` for an adapter that cannot learn: with a `FallbackPolicy`, or on a model made in inference
+    mode.
     """
     if not isinstance(bem, Bem):
-        raise ConfigError(f"{type(bem).__name__} is no adapter: give what attach_bem returned")
+        raise ConfigError(f"{type(bem).__name__} is not an adapter: give what attach_bem returned")
     if bem.fallback is not None:
         raise ConfigError(
-            "the adapter has a FallbackPolicy, and where it falls back the controller learns nothing: attach it without"
+            "the adapter has a FallbackPolicy, and when it falls back the controller learns nothing: attach it without"
             " fallback= to train or distil it"
         )
     if any(parameter.is_inference() for parameter in bem.host.parameters()):
         raise ConfigError(
-            "the host was made in torch.inference_mode(), and nothing can be learned through it: load it outside that"
+            "the model was made in torch.inference_mode(), and nothing can be learned through it: load it outside that"
             " block"
         )
 
 
-def host_inputs(batch: Batch) -> dict[str, Tensor]:
-    """Return what of a batch is for the host; the rest is for losses and rewards. Raises `ConfigError` for what is no
-    batch: whoever learns from one, or measures on it, calls this first.
-    """
+def model_inputs(batch: Batch) -> dict[str, Tensor]:
+    """Return a batch's inputs for the model. Raises `ConfigError` if it is not a batch."""
     if not isinstance(batch, Mapping):
         raise ConfigError(
             f"a batch is a {type(batch).__name__}: give a sequence of batches, each with its tensors by name, as"
@@ -232,30 +216,29 @@ def host_inputs(batch: Batch) -> dict[str, Tensor]:
 
 
 def forward_inputs(host: nn.Module, batch: Batch, decoder: nn.Module | None = None) -> dict[str, Tensor]:
-    """Return what of a batch is for a forward of the host, or of its `decoder` alone: with padding before a token also
-    the positions that generate() would give, since without them some hosts count columns, or forget the mask.
+    """Return a batch's inputs for a forward of the model, or of its `decoder` alone.
 
-    Raises as `host_inputs`; `NotSupportedHost` for a decoder that the host cannot be told positions for.
+    With padding before a token these have positions, as in generate(): some models would count columns. Raises as
+    `model_inputs`; `UnsupportedModel` if the decoder takes no positions.
     """
-    inputs, real = host_inputs(batch), real_tokens(batch)
+    inputs, real = model_inputs(batch), real_tokens(batch)
     padded = bool((real[:, 1:] & ~real[:, :-1]).any())
     if inputs.get("position_ids") is not None or not padded or not _takes_positions(unwrap(host)):
         return inputs
     if decoder is not None and not _takes_positions(decoder):
-        raise NotSupportedHost(
-            f"{type(host).__name__} is told positions and its {type(decoder).__name__} is not, so that padding before a"
+        raise UnsupportedModel(
+            f"{type(host).__name__} takes positions and its {type(decoder).__name__} does not, so padding before a"
             " prompt would move them: give prompts of one length together, without padding"
         )
     return {**inputs, "position_ids": (real.long().cumsum(dim=1) - 1).masked_fill(~real, 0)}
 
 
 def _takes_positions(module: nn.Module) -> bool:
-    """Whether generate() would give it `position_ids`."""
     return "position_ids" in inspect.signature(module.forward).parameters
 
 
 def token_values(batch: Batch, name: str) -> Tensor:
-    """Return what a batch has for each token `[B, T]`. Raises `ConfigError` for another shape."""
+    """Return a batch's values `[B, T]`. Raises `ConfigError` for another shape."""
     values, ids = batch[name], batch["input_ids"]
     if not isinstance(values, Tensor) or values.shape != ids.shape:
         problem = f"of shape {tuple(values.shape)}" if isinstance(values, Tensor) else f"a {type(values).__name__}"
@@ -267,9 +250,7 @@ def token_values(batch: Batch, name: str) -> Tensor:
 
 
 def masked_tokens(batch: Batch, name: str) -> Tensor:
-    """Return which columns are tokens `[B, T]` bool at which the batch's mask `name`, if it has one, is not 0. Raises
-    `ConfigError` for a mask of another shape.
-    """
+    """Return which columns are tokens `[B, T]` bool and not 0 in the optional mask `name`. Raises `ConfigError`."""
     real = real_tokens(batch)
     return real if batch.get(name) is None else real & (token_values(batch, name) != 0).to(real.device)
 
@@ -281,23 +262,21 @@ def real_tokens(batch: Batch) -> Tensor:
 
 
 def next_labels(host: nn.Module, batch: Batch) -> Tensor:
-    """Return what is to be predicted at each column but the last `[B, T - 1]`: the next one's label (without labels the
-    token), -100 where that or this one is padding, which predicts nothing, or where the next one begins a sequence of a
-    packed row. Raises `NotSupportedDecoding` as a packed forward of the host with an adapter does.
+    """Return the next column's label (default: token) for each column but the last `[B, T - 1]`.
+
+    -100 if either is padding, or the next begins a packed sequence. Raises `UnsupportedDecoding`.
     """
     labels, real = batch["input_ids"] if batch.get("labels") is None else batch["labels"], real_tokens(batch)
-    foretold = real[:, 1:] & real[:, :-1]
-    inputs = host_inputs(batch)
+    predicted = real[:, 1:] & real[:, :-1]
+    inputs = model_inputs(batch)
     packing = packing_of(unwrap(host), {**inputs, "use_cache": False}) if "position_ids" in inputs else None
     if packing is not None:
-        foretold = foretold & ~packing.starts[:, 1:].to(foretold.device)
-    return labels[:, 1:].masked_fill(~foretold.to(labels.device), -100)
+        predicted = predicted & ~packing.starts[:, 1:].to(predicted.device)
+    return labels[:, 1:].masked_fill(~predicted.to(labels.device), -100)
 
 
 def codes_taken(bem: Bem, codes: Codes) -> dict[bool, Tensor]:
-    """Return the codes `[B, T, r]` that sites take, before governance: those of sites that take chunk codes alone
-    (True), and those of the others (False).
-    """
+    """Return codes `[B, T, r]` before governance: of chunk-coded sites (True), and of the others (False)."""
     return {
         chunked: codes.of("chunk") if chunked else codes.adaptive()
         for chunked in sorted({site.chunked for site in bem.sites})
@@ -305,27 +284,27 @@ def codes_taken(bem: Bem, codes: Codes) -> dict[bool, Tensor]:
 
 
 def applied_codes(bem: Bem, codes: Codes) -> dict[str, Tensor]:
-    """Return codes `[B, T, ..]` by site key as they are applied in evaluation mode, within the limits."""
+    """Return codes `[B, T, ..]` by site key, within the limits, in evaluation mode."""
     return {key: code.unflatten(0, codes.level.shape) for key, code in bem.limited(codes).items()}
 
 
 @contextmanager
 def recorded_codes(bem: Bem) -> Iterator[list[Codes]]:
-    """In the block, record the codes of every forward in the list. Raises `BemError` where the adapter is off, or no
-    forward was run.
+    """In the block, append each forward's codes to the list. Raises `BemError` if the adapter is off, or no forward
+    ran.
     """
     if not bem.open:
-        raise BemError("the adapter is not on its host: attach it before it is trained")
+        raise BemError("the adapter is not on its model: attach it before it is trained")
     recorded: list[Codes] = []
     with hooked_codes(bem, recorded.append):
         yield recorded
     if not recorded:
-        raise BemError("a forward of the host did not pass the controller: detach the adapter and attach it again")
+        raise BemError("a forward of the model did not pass the controller: detach the adapter and attach it again")
 
 
 @contextmanager
 def silenced(bem: Bem) -> Iterator[None]:
-    """In the block, make every code 0: the host alone, bit for bit, while caches keep what the controller knows."""
+    """In the block, make every code 0: the bare model bit for bit."""
 
     def silence(codes: Codes) -> Codes:
         return codes.replace(**{name: torch.zeros_like(code) for name, code in codes.by_level().items()})
@@ -336,9 +315,7 @@ def silenced(bem: Bem) -> Iterator[None]:
 
 @contextmanager
 def hooked_codes(bem: Bem, call: Callable[[Codes], Codes | None]) -> Iterator[None]:
-    """In the block, run `call(codes)` at every forward of this thread, and take what it returns in their place. Other
-    threads generate as they did.
-    """
+    """In the block, run `call(codes)` at this thread's forwards; codes that it returns replace them."""
     thread = threading.get_ident()
 
     def hook(controller: nn.Module, args: Any, codes: Codes) -> Codes | None:
@@ -352,7 +329,7 @@ def hooked_codes(bem: Bem, call: Callable[[Codes], Codes | None]) -> Iterator[No
 
 
 def base_logits(bem: Bem, inputs: Batch) -> Tensor:
-    """Return logits `[B, T, V]` of the bare host, without a gradient or dropout, which is no part of what it says."""
+    """Return logits `[B, T, V]` of the bare model, without gradient or dropout."""
     with torch.no_grad(), silenced(bem), mode(bem.host, training=False):
         logits: Tensor = bem.host(**inputs, use_cache=False).logits
     return logits
@@ -360,7 +337,7 @@ def base_logits(bem: Bem, inputs: Batch) -> Tensor:
 
 @contextmanager
 def mode(host: nn.Module, *, training: bool) -> Iterator[None]:
-    """In the block, put the host into training or evaluation mode; afterwards every module is in the one it was in."""
+    """In the block, set the model's mode; afterwards restore each module's."""
     before = [(module, module.training) for module in host.modules()]
     host.train(training)
     try:

@@ -1,22 +1,17 @@
-"""Measures: how large the updates of a forward are, site by site, for whoever asks.
+"""Sizes of the updates of a forward, by site and token.
 
     with ExitStack() as stack:
-        bem.measure(stack)                       # until the stack closes; nothing is measured before or after
-        bem.measured.register_forward_hook(...)  # is given [B, T, K] of every forward
-    names_of(bem)                                # what the K columns are: [("o.3", "ratio"), ("o.4", "ratio"), ...]
+        bem.measure(stack)
+        bem.measured.register_forward_hook(...)  # is given [B, T, K]
+    names_of(bem)                                # of the K columns: [("o.3", "ratio"), ("o.4", "ratio"), ...]
 
-Of each site and token:
+- `ratio`: norm of the update, as added, over that of the site's own output.
+- `moved`: norm of the update over that of the layer's hidden state without it. NaN if the update is not known to reach
+  it unchanged (`probemon.adapters.bem.residual`).
+- `share` (except low_rank): what the limits leave of the update, 0 to 1.
+- `energy 0`, `energy 1`, .. (head groups): log mean square of the site's input.
 
-- `ratio`: the norm of the update over that of the site's own output. Of what was really added: within the limits, and
-  rounded to the dtype of the output.
-- `moved`: the norm of the update over that of the hidden state that the site's layer hands on, without this update:
-  how far the update, as it is added, moves the hidden state. NaN where it is not known to be added to it as it is: of
-  queries, keys and values, and where a host makes something else of what its blocks give
-  (`probemon.adapters.bem.residual`).
-- of every form but low_rank `share`: what the limits leave of the update, from 0 to 1.
-- of head groups `energy 0`, `energy 1`, ..: the logarithm of the mean square of the site's input, by group.
-
-Nothing here waits for a GPU, and nothing that is measured is changed.
+Nothing here waits for a GPU.
 """
 
 from __future__ import annotations
@@ -38,20 +33,17 @@ if TYPE_CHECKING:
 
 
 class Measured(nn.Module):
-    """Passes on what was measured in a forward, `[B, T, K]`, to whoever puts a hook on it; K is 0 where nobody asked
-    for it before the controller ran. Without a hook it is not called.
-    """
+    """Passes on a forward's measures `[B, T, K]` to hooks; K is 0 if none were asked for in time."""
 
     def __init__(self) -> None:
         super().__init__()
         self.n_asking = 0
-        # By site key how much of an update arrives in the hidden state, and the layers of these sites: while somebody
-        # asks.
+        # Share of an update that arrives, by site key; their layers.
         self.multipliers: dict[str, float] = {}
         self.layers: set[int] = set()
 
     def ask(self, bem: Bem) -> None:
-        """Find out what is needed to measure an adapter's updates, before its host runs."""
+        """Prepare measuring, before the model runs."""
         self.multipliers = multipliers(bem)
         self.layers = {site.layer for site in bem.sites if site.key in self.multipliers}
         self.n_asking += 1
@@ -61,10 +53,7 @@ class Measured(nn.Module):
 
 
 class Measures:
-    """What is measured in one forward. `awaited`: sites, and layers, that have not run yet.
-
-    At sites and layers norms alone are taken, of all tokens; what is made of them is made once a forward.
-    """
+    """The measures of one forward. `awaited`: sites and layers that have not run yet."""
 
     def __init__(self, bem: Bem) -> None:
         self._bem, self._layers = bem, bem.measured.layers
@@ -78,8 +67,8 @@ class Measures:
 
     @torch.no_grad()
     def take(self, site: Site, x: Tensor, base: Tensor, steered: Tensor) -> None:
-        """Take a site's input `[M, in]`, its own output `[M, out]` and what that became."""
-        if site.key not in self.awaited:  # in the backward pass a layer may run again
+        """Take a site's input `[M, in]`, and its own and steered output `[M, out]`."""
+        if site.key not in self.awaited:  # a layer may run again in the backward pass
             return
         self.awaited.discard(site.key)
         wide = torch.promote_types(base.dtype, torch.float32)
@@ -94,7 +83,7 @@ class Measures:
 
     @torch.no_grad()
     def take_layer(self, layer: int, hidden: Tensor) -> None:
-        """Take the hidden state that a layer hands on."""
+        """Take a layer's output hidden state."""
         if layer not in self.awaited:
             return
         self.awaited.discard(layer)
@@ -103,14 +92,12 @@ class Measures:
             if flat.shape == delta.shape:
                 multiplier = self._multipliers[site.key]
                 without = torch.sub(flat.to(delta.device, non_blocking=True), delta, alpha=multiplier)
-                # Of the update as it is: so the share of both is how far it moves the state.
+                # Divided, as the update is taken unscaled.
                 self._hidden[site.key] = torch.linalg.vector_norm(without, dim=-1) / multiplier
 
     @torch.no_grad()
     def all(self, applied: Mapping[str, Tensor], n_tokens: int, device: torch.device) -> Tensor:
-        """Return `[M, K]` in fp32: the columns that `names_of` names, NaN where something did not run. `applied`: what
-        sites took, by key.
-        """
+        """Return `[M, K]` fp32 by `names_of`, NaN if something did not run. `applied`: codes by site key."""
         unknown = torch.full((n_tokens,), math.nan, dtype=torch.float32, device=device)
 
         def together(norms: dict[str, Tensor]) -> Tensor:
@@ -133,14 +120,13 @@ class Measures:
 
 
 def names_of(bem: Bem) -> list[tuple[str, str]]:
-    """Return what the columns are: the name of the site, and what is measured there."""
+    """Return each column's site name and measure."""
     sizes = ("ratio", "moved", "share") if _have_shares(bem) else ("ratio", "moved")
     shares = [(site.name, what) for what in sizes for site in bem.sites]
     return shares + [(site.name, f"energy {g}") for site in bem.sites for g in range(_n_groups(bem, site))]
 
 
 def _have_shares(bem: Bem) -> bool:
-    """Whether limits scale updates, not codes."""
     return isinstance(bem.governor, FormGovernor)
 
 
@@ -150,5 +136,5 @@ def _n_groups(bem: Bem, site: Site) -> int:
 
 
 def _share(part: Tensor, whole: Tensor) -> Tensor:
-    """Nothing of whatever is 0, unless that is not known; something of nothing is infinite, and so seen."""
+    """`part / whole`; 0 for a part of 0, unless the whole is NaN."""
     return torch.where((part == 0) & ~whole.isnan(), 0.0, part / whole)

@@ -1,11 +1,10 @@
-"""Packing: several sequences in one row of a forward, each with codes of its own, as if it were alone.
+"""Packing: several sequences in one row, each with its own codes.
 
-    packing = packing_of(host, inputs)                # None where each row is one sequence
-    packing.split(z)                                  # [B, T, w] -> [S, L, w]: a row for each of S sequences
+    packing = packing_of(model, inputs)               # None if each row is one sequence
+    packing.split(z)                                  # [B, T, w] -> [S, L, w]
     packing.join(codes)                               # [S, L, r] -> [B, T, r]
 
-A sequence begins where `position_ids` begin again at 0, or where `cu_seq_lens_q` says so to an attention that reads it.
-What the host itself does not keep apart is refused: its attention would go from one sequence to the next.
+A sequence begins where `position_ids` restart at 0, or by `cu_seq_lens_q`.
 """
 
 from __future__ import annotations
@@ -17,11 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from probemon.errors import NotSupportedDecoding
+from probemon.errors import UnsupportedDecoding
 from probemon.host.internals import attention_kind, is_stateful
 from probemon.host.packed_rows import goes_on_in_cache, is_flash, starts_by_position, tells_rows_apart
 
-_REMEDY = "give each sequence a row of its own, with a 2D attention mask"
+_REMEDY = "give each sequence its own row, with a 2D attention mask"
 _VARLEN = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")  # flash attention reads all or none
 
 
@@ -29,10 +28,10 @@ _VARLEN = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")  # 
 class Packing:
     """S sequences in the columns of B rows, the longest of L tokens.
 
-    `starts [B, T]` bool: where one begins.
-    `real [S, L]` bool: which places of the rows that `split` makes are tokens.
-    `taken [S, L]` int64: which of the B * T columns stands at each, any of them beyond a sequence's end.
-    `places [B * T]` int64: at which of the S * L places each column stands.
+    `starts [B, T]` bool: columns that begin a sequence.
+    `real [S, L]` bool: places that are tokens.
+    `taken [S, L]` int64: column (of B * T) at each place; any beyond a sequence's end.
+    `places [B * T]` int64: place (of S * L) of each column.
     """
 
     starts: Tensor
@@ -42,7 +41,7 @@ class Packing:
 
     @classmethod
     def of(cls, starts: Tensor) -> Packing:
-        """Make it from where sequences begin `[B, T]` bool; one begins in column 0 of every row."""
+        """Make it from `starts [B, T]`, True in column 0."""
         flat = starts.flatten()
         begins = flat.nonzero()[:, 0]
         lengths = torch.diff(begins, append=begins.new_tensor([len(flat)]))
@@ -57,7 +56,7 @@ class Packing:
         return Packing(*(x.to(device) for x in (self.starts, self.real, self.taken, self.places)))
 
     def split(self, x: Tensor) -> Tensor:
-        """Return `[S, L, ..]` of `[B, T, ..]`; beyond a sequence's end stands what is no token of it."""
+        """Return `[S, L, ..]` of `[B, T, ..]`, padded with any values."""
         return x.flatten(0, 1)[self.taken]
 
     def join(self, x: Tensor) -> Tensor:
@@ -66,8 +65,8 @@ class Packing:
 
 
 def packing_of(host: Any, inputs: Mapping[str, Any]) -> Packing | None:
-    """Return how the inputs of one forward of a host's decoder are packed; None where each row is one sequence. Raises
-    `NotSupportedDecoding` where the host would not keep sequences apart, or where they begin is not known.
+    """Return how inputs are packed; None if each row is one sequence. Raises `UnsupportedDecoding` if the model would
+    mix sequences, or starts are unknown.
     """
     positions, lengths = inputs.get("position_ids"), inputs.get("cu_seq_lens_q")
     tokens: Tensor = inputs["inputs_embeds"] if inputs.get("input_ids") is None else inputs["input_ids"]
@@ -79,19 +78,19 @@ def packing_of(host: Any, inputs: Mapping[str, Any]) -> Packing | None:
         assert isinstance(positions, Tensor)
         starts = _checked_starts(positions).expand(tokens.shape[:2])
     if lengths is not None:
-        told = _starts_by_lengths(lengths, tokens)
+        starts_by_length = _starts_by_lengths(lengths, tokens)
         if starts is None and not (flash and all(inputs.get(name) is not None for name in _VARLEN)):
-            raise NotSupportedDecoding(
-                "several sequences packed in one row (cu_seq_lens_q) are told apart by position_ids that begin again "
+            raise UnsupportedDecoding(
+                "several sequences packed in one row (cu_seq_lens_q) are separated by position_ids that begin again "
                 f"at 0 with each, which this attention ({attention_kind(host.config)}) reads: give these too, without "
                 f"an attention mask, or {_REMEDY}"
             )
-        if starts is not None and not torch.equal(starts, told):
-            raise NotSupportedDecoding(
+        if starts is not None and not torch.equal(starts, starts_by_length):
+            raise UnsupportedDecoding(
                 "several sequences packed in one row begin elsewhere by position_ids than by cu_seq_lens_q: give the "
                 "same of both"
             )
-        starts = told
+        starts = starts_by_length
     assert starts is not None
     _check_host(host, inputs, flash, tokens)
     return Packing.of(starts)
@@ -100,7 +99,7 @@ def packing_of(host: Any, inputs: Mapping[str, Any]) -> Packing | None:
 def _checked_starts(positions: Tensor) -> Tensor:
     starts = starts_by_position(positions)
     if bool((positions[starts] != 0).any()):
-        raise NotSupportedDecoding(
+        raise UnsupportedDecoding(
             "position_ids that do not rise by one, without an attention mask, are several sequences packed in one row,"
             f" and here one of them does not begin at 0, so that where it begins is a guess: {_REMEDY}"
         )
@@ -118,7 +117,7 @@ def _starts_by_lengths(lengths: Any, tokens: Tensor) -> Tensor:
         or int(ends[-1]) != n
         or bool((ends.diff() <= 0).any())
     ):
-        raise NotSupportedDecoding(
+        raise UnsupportedDecoding(
             f"several sequences packed in one row (cu_seq_lens_q) of {tokens.shape[0]} rows and {tokens.shape[1]} "
             f"columns: expected one row, and where each begins, rising from 0 to {tokens.shape[1]}; else {_REMEDY}"
         )
@@ -127,15 +126,14 @@ def _starts_by_lengths(lengths: Any, tokens: Tensor) -> Tensor:
     return starts
 
 
-def _check_host(host: Any, inputs: Mapping[str, Any], flash: bool, tokens: Tensor) -> None:
-    """Refuse what the host would not keep apart, whatever where sequences begin."""
+def _check_host(model: Any, inputs: Mapping[str, Any], flash: bool, tokens: Tensor) -> None:
     packed = "position_ids that do not rise by one, without an attention mask, are several sequences packed in one row"
-    if goes_on_in_cache(host, inputs):
-        raise NotSupportedDecoding(
-            f"{packed}, and with a cache the host's attention goes from one to the next: give use_cache=False and no "
+    if goes_on_in_cache(model, inputs):
+        raise UnsupportedDecoding(
+            f"{packed}, and with a cache the model's attention goes from one to the next: give use_cache=False and no "
             f"cache, or {_REMEDY}"
         )
-    if is_stateful(host):
-        raise NotSupportedDecoding(f"{packed}, and the state of a recurrent host goes from one to the next: {_REMEDY}")
+    if is_stateful(model):
+        raise UnsupportedDecoding(f"{packed}, and the state of a recurrent model goes from one to the next: {_REMEDY}")
     if flash and len(tokens) != 1:
-        raise NotSupportedDecoding(f"{packed}, and flash attention tells those of one row alone apart: {_REMEDY}")
+        raise UnsupportedDecoding(f"{packed}, and flash attention separates only those of one row: {_REMEDY}")

@@ -1,16 +1,14 @@
-"""A routed adapter as a method of PEFT: its configuration, its tuner, its files. Importing this registers it.
+"""A routed adapter as a method of PEFT. Importing this module registers it.
 
     from peft import PeftModel, get_peft_model
     from probemon.adapters.bem.peft_tuner import BemPeftConfig
 
-    model = get_peft_model(host, BemPeftConfig(rank=8, sites=("o", "down"), task_type="CAUSAL_LM"))
-    Trainer(model=model, ...).train()
-    model.save_pretrained("adapter/")                       # adapter_config.json, adapter_model.safetensors
-    model = PeftModel.from_pretrained(host, "adapter/")
-    model.bem                                               # the `Bem` that steers, for RoutingMonitor and train()
+    tuned = get_peft_model(model, BemPeftConfig(rank=8, sites=("o", "down"), task_type="CAUSAL_LM"))
+    tuned.save_pretrained("adapter/")
+    tuned = PeftModel.from_pretrained(model, "adapter/")
+    tuned.bem                                               # the `Bem` that steers
 
-The tuner holds a `Bem` for each adapter's name. All are on the host and one of them steers: what runs in a forward is
-what `attach_bem` puts there. Adapters are not added to each other, and none has one weight to be merged into.
+All adapters are attached and one steers. They are never added or merged.
 """
 
 from __future__ import annotations
@@ -28,7 +26,7 @@ from torch import Tensor, nn
 from probemon.adapters.bem.attached import Bem
 from probemon.adapters.bem.config import BemConfig
 from probemon.adapters.bem.saved import STATED, check_fit, check_kept, check_tensors, read_settings, settings_tensor
-from probemon.errors import BemError, BemFileError, ConfigError, MissingExtra, NotSupportedHost
+from probemon.errors import BemError, BemFileError, ConfigError, MissingExtra, UnsupportedModel
 from probemon.host.internals import add_peft_type
 
 try:
@@ -36,7 +34,7 @@ try:
     from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
     from peft.utils.peft_types import register_peft_method
 
-    if not hasattr(BaseTuner, "_remap_adapter_state_dict_for_load"):  # by which a tuner says what its files hold
+    if not hasattr(BaseTuner, "_remap_adapter_state_dict_for_load"):  # defines the content of files
         raise ImportError("an older peft")
 except ImportError as missing:
     raise MissingExtra("a routed adapter in PEFT needs peft 0.21 or newer: pip install 'probemon[bem]'") from missing
@@ -51,10 +49,9 @@ _Settings: Any = dataclasses.make_dataclass("_Settings", _SETTINGS, bases=(PeftC
 
 @dataclass
 class BemPeftConfig(_Settings):  # type: ignore[misc]
-    """The settings of `BemConfig` by the same names, with those that PEFT has for all methods (`task_type`, ...).
+    """Settings of `BemConfig`, and PEFT's own. Raises as `BemConfig`.
 
-    `impl`: how updates are computed, as `attach_bem` takes it; it is chosen anew wherever an adapter is loaded, and
-    not saved. Raises as `BemConfig`.
+    `impl`: as in `attach_bem`; not saved.
     """
 
     impl: str = "reference"
@@ -66,19 +63,19 @@ class BemPeftConfig(_Settings):  # type: ignore[misc]
             setattr(self, name, value)
 
     def bem_config(self) -> BemConfig:
-        """Return the settings of the adapter alone, checked."""
+        """Return the adapter's own settings."""
         return BemConfig.from_dict({name: getattr(self, name) for name, _, _ in _SETTINGS})
 
     def to_dict(self) -> dict[str, Any]:
-        """Return what `adapter_config.json` holds."""
+        """Return the content of `adapter_config.json`."""
         return {name: value for name, value in super().to_dict().items() if name != "impl"}
 
     @classmethod
     def check_kwargs(cls, **kwargs: Any) -> dict[str, Any]:
-        """Return what a file holds. Raises `BemFileError` where a setting is missing, or one is not known."""
-        known = {field.name for field in dataclasses.fields(cls)}
+        """Return a file's settings. Raises `BemFileError` if one is missing or unknown."""
+        field_names = {field.name for field in dataclasses.fields(cls)}
         missing = sorted({name for name, _, _ in _SETTINGS} - set(kwargs))
-        unknown = sorted(set(kwargs) - known)
+        unknown = sorted(set(kwargs) - field_names)
         if missing:
             raise BemFileError(
                 f"adapter_config.json lacks {', '.join(missing)}, and a default may be another value than it was "
@@ -93,7 +90,7 @@ class BemPeftConfig(_Settings):  # type: ignore[misc]
 
 
 class BemAdapters(nn.Module, BaseTunerLayer):  # type: ignore[misc]
-    """The adapters of one host by name. PEFT sees one layer in it: which are there, which is active, and whether."""
+    """A model's adapters by name; one layer to PEFT."""
 
     adapter_layer_names = ("named",)
 
@@ -105,21 +102,21 @@ class BemAdapters(nn.Module, BaseTunerLayer):  # type: ignore[misc]
 
     @property
     def active(self) -> Bem | None:
-        """The adapter that steers, or would if adapters were not disabled."""
+        """The adapter that steers, or would if enabled."""
         return self.by_name()[self.active_adapters[0]] if self.active_adapters else None
 
     def by_name(self) -> dict[str, Bem]:
-        """Return the adapters by their names."""
+        """Return the adapters by name."""
         return {name: bem for name, bem in self.named.items() if isinstance(bem, Bem)}
 
     def enable_adapters(self, enabled: bool) -> None:
-        """Let the active adapter steer, or not. What of it learns stays as it is."""
+        """Let the active adapter steer, or not."""
         self._disable_adapters = not enabled
         if self.active is not None:
             self.active.enabled = enabled
 
     def set_adapter(self, adapter_names: str | Sequence[str], inference_mode: bool = False) -> None:
-        """Have one adapter steer, in place of the one that does."""
+        """Let one adapter steer instead of another."""
         names = [adapter_names] if isinstance(adapter_names, str) else list(adapter_names)
         if len(names) > 1:
             raise BemError(
@@ -134,13 +131,13 @@ class BemAdapters(nn.Module, BaseTunerLayer):  # type: ignore[misc]
             self.active.enabled = not self._disable_adapters
 
     def delete_adapter(self, adapter_name: str) -> None:
-        """Take an adapter off, and forget it."""
+        """Detach an adapter and forget it."""
         self.by_name()[adapter_name].detach()
         super().delete_adapter(adapter_name)
 
 
 class BemTuner(BaseTuner):  # type: ignore[misc]
-    """What PEFT puts around a host: its `BemAdapters`."""
+    """PEFT's wrapper of a model."""
 
     prefix = "bem_"
     tuner_layer_cls = BemAdapters
@@ -148,7 +145,7 @@ class BemTuner(BaseTuner):  # type: ignore[misc]
 
     @property
     def bem(self) -> Bem:
-        """The active adapter. Raises `BemError` where there is none."""
+        """The active adapter. Raises `BemError` if there is none."""
         active = self.bem_adapters.active
         if active is None:
             raise BemError("no adapter is active: add or set one")
@@ -160,29 +157,26 @@ class BemTuner(BaseTuner):  # type: ignore[misc]
         self.bem_adapters = BemAdapters()
 
     def inject_adapter(self, model: nn.Module, adapter_name: str, *_: Any, **how: Any) -> None:
-        """Make an adapter and keep it by its name; the first one steers at once. The host's parameters learn no more.
-
-        Raises as `attach_bem`.
-        """
+        """Make an adapter; the first steers at once. Freezes the model. Raises as `attach_bem`."""
         config: Any = self.peft_config[adapter_name]
         adapters = self.bem_adapters
         if config.task_type not in _TASKS:
-            raise NotSupportedHost(
+            raise UnsupportedModel(
                 f"task_type is {config.task_type}, whose head would have to learn too: give "
                 f"{' or '.join(str(task) for task in _TASKS[1:])}, or None"
             )
         if nn.Linear(1, 1).weight.is_meta or how.get("low_cpu_mem_usage"):
             raise ConfigError("low_cpu_mem_usage=True makes empty weights, and an adapter's are few: leave it out")
         bem = Bem(model, config.bem_config(), impl=config.impl)
-        taken = {part for key in bem.state_dict() for part in key.split(".")} | {"named", "bem_adapters", STATED}
-        if "." in adapter_name or not adapter_name or adapter_name in taken:
+        reserved = {part for key in bem.state_dict() for part in key.split(".")} | {"named", "bem_adapters", STATED}
+        if "." in adapter_name or not adapter_name or adapter_name in reserved:
             raise ConfigError(
                 f"an adapter cannot be called {adapter_name!r}, which has a dot or is a part of the names of its "
                 "tensors: give another name"
             )
         first = not adapters.named
         bem.enabled = first
-        bem.attach()  # which raises where another adapter steers this host
+        bem.attach()  # raises if another adapter steers
         adapters.named[adapter_name] = bem
         if first:
             self._learned = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -193,12 +187,12 @@ class BemTuner(BaseTuner):  # type: ignore[misc]
             bem.requires_grad_(False)
 
     def set_adapter(self, adapter_name: str | list[str], inference_mode: bool = False) -> None:
-        """Have one adapter steer, and learn unless `inference_mode`."""
+        """Let one adapter steer, and learn unless `inference_mode`."""
         self.bem_adapters.set_adapter(adapter_name, inference_mode=inference_mode)
         self.active_adapter = adapter_name
 
     def delete_adapter(self, adapter_name: str) -> None:
-        """Take an adapter off, and forget it; if it was active, the first of the others is now."""
+        """Detach an adapter and forget it; if it was active, the first other one steers."""
         if adapter_name not in self.peft_config:
             raise ConfigError(f"there is no adapter {adapter_name!r}: there are {', '.join(self.peft_config)}")
         self.bem_adapters.delete_adapter(adapter_name)
@@ -206,7 +200,7 @@ class BemTuner(BaseTuner):  # type: ignore[misc]
         self.active_adapter = list(self.bem_adapters.active_adapters)
 
     def set_requires_grad(self, adapter_names: str | Sequence[str], requires_grad: bool = True) -> None:
-        """Have adapters learn, or not."""
+        """Let adapters learn, or not."""
         self.bem_adapters.set_requires_grad(adapter_names, requires_grad)
 
     def _enable_adapter_layers(self, enabled: bool = True) -> None:
@@ -216,14 +210,14 @@ class BemTuner(BaseTuner):  # type: ignore[misc]
     def _enable_peft_forward_hooks(self, *args: Any, **kwargs: Any) -> Iterator[None]:
         if kwargs.get("adapter_names") is not None:
             raise BemError(
-                "adapter_names would give each row an adapter of its own, and one adapter steers all rows of a forward:"
+                "adapter_names would give each row its own adapter, and one adapter steers all rows of a forward:"
                 " run the rows of each by themselves, after set_adapter"
             )
         yield
 
     # -- off, and never merged -------------------------------------------------------------------
 
-    # Parameters of the host that learned before there was an adapter, which `unload` lets learn again.
+    # For `unload`: the model's parameters that learned before.
     _learned: list[nn.Parameter]
 
     def _unload_and_optionally_merge(self, merge: bool = True, *args: Any, **kwargs: Any) -> Any:
@@ -240,15 +234,15 @@ class BemTuner(BaseTuner):  # type: ignore[misc]
     def merge_adapter(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Raise `BemError`: an update differs from token to token."""
         raise BemError(
-            "a routed adapter's update differs from token to token, so no weight has it in: make a static LoRA of it "
-            "(probemon.adapters.bem.distil) and merge that; unload() gives the host back as it was"
+            "a routed adapter's update differs from token to token, so no weight can hold it: make a static LoRA of it "
+            "(probemon.adapters.bem.distil) and merge that; unload() gives the model back as it was"
         )
 
     def unmerge_adapter(self) -> None:
-        """Do nothing: nothing is ever merged."""
+        """Do nothing."""
 
     def _create_and_replace(self, *args: Any, **kwargs: Any) -> NoReturn:
-        raise BemError("a routed adapter replaces no module of its host: use get_peft_model")
+        raise BemError("a routed adapter replaces no module of its model: use get_peft_model")
 
     # -- files -----------------------------------------------------------------------------------
 
@@ -277,12 +271,12 @@ class BemTuner(BaseTuner):  # type: ignore[misc]
     def _remap_adapter_state_dict_for_load(
         cls, model: Any, config: Any, adapter_name: str, state_dict: Mapping[str, Tensor]
     ) -> dict[str, Tensor]:
-        bem, of_file, where = _adapter_of(model, adapter_name), "bem_adapters.", "the adapter's file"
-        tensors = {key.rpartition(of_file)[2]: value for key, value in state_dict.items()}
-        stated = tensors.pop(STATED, None)
-        if stated is None or stated.dtype != torch.uint8:
+        bem, file_prefix, where = _adapter_of(model, adapter_name), "bem_adapters.", "the adapter's file"
+        tensors = {key.rpartition(file_prefix)[2]: value for key, value in state_dict.items()}
+        stored_settings = tensors.pop(STATED, None)
+        if stored_settings is None or stored_settings.dtype != torch.uint8:
             raise BemFileError(f"{where} does not state its settings: give one that save_pretrained wrote")
-        settings = read_settings(where, bytes(stated.cpu().flatten().tolist()))
+        settings = read_settings(where, bytes(stored_settings.cpu().flatten().tolist()))
         if settings["config"] != json.loads(json.dumps(dataclasses.asdict(bem.config))):
             raise BemFileError(
                 f"{where} was saved with other settings than adapter_config.json has now: copy the folder again; to "
@@ -291,7 +285,7 @@ class BemTuner(BaseTuner):  # type: ignore[misc]
         check_fit(where, settings["host"], bem.config, bem.host, strict=False)
         check_tensors(where, bem.state_dict(), tensors)
         check_kept(tensors)
-        for name, parameter in bem.named_parameters():  # in another dtype it would be another adapter
+        for name, parameter in bem.named_parameters():  # each keeps its saved dtype
             parameter.data = parameter.data.to(tensors[name].dtype)
         start = "" if isinstance(model, cls) else "base_model."
         return {f"{start}bem_adapters.named.{adapter_name}.{name}": tensor for name, tensor in tensors.items()}

@@ -1,18 +1,15 @@
-"""Policy gradient over routing: codes are tried at random, and those that were rewarded become likelier.
+"""Policy gradient over routing: tries codes at random, and makes rewarded ones likelier.
 
     policy = Gaussian(std=0.3)                            # or Categorical(experts [K, r], temperature=0.5)
     history = improve(bem, batches, reward, policy, TrainSettings(n_steps=300, lr=3e-3))
-    regret(history.rewards, best)                         # cumulative, against the best that was possible
+    regret(history.rewards, best)
 
-`reward(batch, output) -> [B]` rates each row of the host's output under the codes that were tried. It needs no
-gradient, and may be anything: what a user said, a checker's verdict, a score. The gradient is that of Williams 1992
-(REINFORCE), `(R - b) grad log pi(a | c)`. b is the running mean of earlier rewards, which does not depend on the action
-and so leaves the expectation as it is.
+`reward(batch, output) -> [B]` rates rows, without a gradient. REINFORCE (Williams 1992) gives
+`(R - b) grad log pi(a | c)`, with b the mean of earlier rewards.
 
-The policy decides where a code may change: at each token of token codes, else at the first token of each chunk; a
-decision holds until the next. `acts [B, T]` in a batch, optional: the policy steers the tokens where it is not 0, and
-the others keep the controller's code. U and V do not learn. Codes of sites that take chunk codes whatever the level are
-the policy's only where no others are used.
+The policy acts at each token of token codes, else at a chunk's first token, until the next. It steers tokens that are
+not 0 in a batch's optional `acts [B, T]`. U and V do not learn. Sites that always take chunk codes follow it only if
+no others are used.
 """
 
 from __future__ import annotations
@@ -35,8 +32,8 @@ from probemon.adapters.bem.losses import (
     forward_inputs,
     frozen,
     hooked_codes,
-    host_inputs,
     masked_tokens,
+    model_inputs,
 )
 from probemon.adapters.bem.training import TrainingHistory, TrainSettings, check_fit, fit
 from probemon.errors import BemError, ConfigError
@@ -46,18 +43,18 @@ Reward = Callable[[Batch, Any], Tensor]
 
 
 class Policy(Protocol):
-    """A distribution of actions around codes."""
+    """Actions around codes."""
 
     def sample(self, codes: Tensor, generator: torch.Generator) -> Tensor:
-        """Draw an action `[M, r]` for each of codes `[M, r]`, without a gradient."""
+        """Draw actions `[M, r]` for codes `[M, r]`, without a gradient."""
 
     def log_prob(self, codes: Tensor, actions: Tensor) -> Tensor:
-        """Return `[M]` log densities, or probabilities, of actions given codes `[M, r]`, with a gradient to codes."""
+        """Return log densities `[M]` of actions, with a gradient to codes `[M, r]`."""
 
 
 @dataclass(frozen=True)
 class Gaussian:
-    """Actions are codes with independent noise of standard deviation `std`. Raises `ConfigError`."""
+    """Codes plus noise of standard deviation `std`. Raises `ConfigError`."""
 
     std: float = 0.3
 
@@ -75,10 +72,7 @@ class Gaussian:
 
 @dataclass(frozen=True, eq=False)
 class Categorical:
-    """Actions are those of K experts `[K, r]`, with probability softmax(`codes . experts / temperature`).
-
-    Raises `ConfigError`.
-    """
+    """K experts `[K, r]` by softmax(`codes . experts / temperature`). Raises `ConfigError`."""
 
     experts: Tensor
     temperature: float = 0.5
@@ -94,7 +88,7 @@ class Categorical:
         check_number("temperature", self.temperature, low=0, high=LARGEST, open_low=True, remedy=remedy)
 
     def log_probs(self, codes: Tensor) -> Tensor:
-        """Return log probabilities `[M, K]` of every expert, given codes `[M, r]`."""
+        """Return experts' log probabilities `[M, K]` for codes `[M, r]`."""
         return (codes @ self.experts.to(codes).T / self.temperature).log_softmax(dim=-1)
 
     def sample(self, codes: Tensor, generator: torch.Generator) -> Tensor:
@@ -110,8 +104,11 @@ class Categorical:
 
 @dataclass(frozen=True, eq=False)
 class PolicyDecisions:
-    """One forward under a policy: `log_prob [B]` of all decisions of a row, with a gradient; `n [B]`, how many they
-    were; `actions [B, T, r]`.
+    """Decisions in one forward.
+
+    `log_prob [B]`: of a row's, with a gradient.
+    `n [B]`: their number.
+    `actions [B, T, r]`: codes in use.
     """
 
     log_prob: Tensor
@@ -121,9 +118,7 @@ class PolicyDecisions:
 
 @contextmanager
 def acting(bem: Bem, policy: Policy, generator: torch.Generator, acts: Tensor) -> Iterator[list[PolicyDecisions]]:
-    """In the block, let the policy steer forwards without a cache, at the tokens `acts [B, T]` bool, and record its
-    decisions in the list.
-    """
+    """In the block, let the policy steer cache-free forwards at tokens `acts [B, T]` bool, and record its decisions."""
     recorded: list[PolicyDecisions] = []
 
     def act(codes: Codes) -> Codes:
@@ -137,11 +132,9 @@ def acting(bem: Bem, policy: Policy, generator: torch.Generator, acts: Tensor) -
 
 
 def check_policy(bem: Bem, policy: Policy) -> None:
-    """Raise `BemError` where the adapter is off, `ConfigError` for what is no policy, or one over codes of another
-    length.
-    """
+    """Raise `BemError` if the adapter is off, `ConfigError` unless this is a policy for its codes."""
     if not bem.open:
-        raise BemError("the adapter is not on its host: attach it first")
+        raise BemError("the adapter is not on its model: attach it first")
     if bem.levels is not None:
         raise ConfigError(
             "level is 'learned': sites take codes of several levels, and a policy decides those of one. Train with the"
@@ -149,7 +142,7 @@ def check_policy(bem: Bem, policy: Policy) -> None:
         )
     if not callable(getattr(policy, "sample", None)) or not callable(getattr(policy, "log_prob", None)):
         raise ConfigError(
-            f"policy is {policy!r}: give Gaussian(), Categorical(experts), or what has their sample and log_prob"
+            f"policy is {policy!r}: give Gaussian(), Categorical(experts), or an object with their sample and log_prob"
         )
     if isinstance(policy, Categorical) and policy.experts.shape[1] != bem.config.code_size:
         raise ConfigError(
@@ -159,11 +152,9 @@ def check_policy(bem: Bem, policy: Policy) -> None:
 
 
 def draw(codes: Codes, policy: Policy, generator: torch.Generator, acts: Tensor) -> tuple[Codes, PolicyDecisions]:
-    """Return the codes that steer one forward where a policy decides at the tokens `acts [B, T]` bool, and what it
-    decided.
-    """
+    """Return steered codes and decisions of a policy at tokens `acts [B, T]` bool."""
     used = list(codes.by_level())
-    # The level of the code that sites take at each token [B, T].
+    # Level of each token's code [B, T].
     level = torch.full_like(codes.level, LEVELS.index(used[0])) if len(used) == 1 else codes.level
     proposed = codes.adaptive()
     decides = _decides(codes, level, acts)
@@ -172,10 +163,10 @@ def draw(codes: Codes, policy: Policy, generator: torch.Generator, acts: Tensor)
     log_prob = torch.zeros(decides.shape, dtype=proposed.dtype, device=proposed.device).masked_scatter(
         decides, policy.log_prob(proposed[decides], drawn[decides])
     )
-    held = torch.cat([drawn[:, :1], drawn], dim=1)
+    padded = torch.cat([drawn[:, :1], drawn], dim=1)
     columns = torch.arange(1, decides.shape[1] + 1, device=decides.device)
     latest = torch.where(decides, columns, 0).cummax(dim=1).values
-    actions = held.gather(1, latest[..., None].expand_as(drawn))
+    actions = padded.gather(1, latest[..., None].expand_as(drawn))
     actions = torch.where(acts[..., None], actions, proposed.detach())
     replaced = {
         name: torch.where((level == LEVELS.index(name))[..., None], actions, code.detach())
@@ -185,7 +176,7 @@ def draw(codes: Codes, policy: Policy, generator: torch.Generator, acts: Tensor)
 
 
 def _decides(codes: Codes, level: Tensor, acts: Tensor) -> Tensor:
-    """Where a new action is drawn `[B, T]` bool: where a code may change, and where the policy or a level begins."""
+    """Where actions are drawn `[B, T]` bool."""
     begins = torch.ones_like(acts)
     begins[:, 1:] = ~acts[:, :-1] | (level[:, 1:] != level[:, :-1])
     return acts & ((level == TOKEN) | codes.boundary | begins)
@@ -193,7 +184,7 @@ def _decides(codes: Codes, level: Tensor, acts: Tensor) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class PolicyHistory:
-    """The `history` of the training, and the `rewards [n_steps, B]` of every step, in order."""
+    """The training's `history`, and `rewards [n_steps, B]`."""
 
     history: TrainingHistory
     rewards: Tensor
@@ -201,7 +192,7 @@ class PolicyHistory:
 
 @dataclass
 class Baseline:
-    """The running mean of rewards, of earlier steps alone. Nothing is learned from the first, which only sets it."""
+    """Running mean of earlier rewards."""
 
     decay: float
     value: float | None = None
@@ -224,15 +215,14 @@ def improve(
 ) -> PolicyHistory:
     """Train the controller of an attached adapter to be rewarded.
 
-    Raises `ConfigError` for batches of several numbers of rows or a reward that is not one finite number a row,
-    `BemError` as `train`.
+    Raises `ConfigError` if batches differ in rows, or as `as_rewards`; `BemError` as `train`.
     """
     check_learnable(bem)
     check_fit(batches, settings)
     check_policy(bem, policy)
     remedy = "give 0 to 1, how much of the running mean is kept at each step"
     check_number("baseline_decay", baseline_decay, low=0, high=1, remedy=remedy)
-    if len(sizes := {len(host_inputs(batch)["input_ids"]) for batch in batches}) > 1:
+    if len(sizes := {len(model_inputs(batch)["input_ids"]) for batch in batches}) > 1:
         raise ConfigError(
             f"batches have {', '.join(str(n) for n in sorted(sizes))} rows: give all of them one number, for rewards"
             " are kept a row"
@@ -257,20 +247,16 @@ def improve(
 
 
 def as_rewards(rewards: Any, n_rows: int) -> Tensor:
-    """Return what a reward gave, which may be a list, as a tensor `[n_rows]`. Raises `ConfigError` for anything but one
-    finite number a row.
-    """
+    """Return rewards as a tensor `[n_rows]`. Raises `ConfigError` unless they are one finite number a row."""
     try:
-        given = torch.as_tensor(rewards, dtype=torch.float32)
+        row_rewards = torch.as_tensor(rewards, dtype=torch.float32)
     except (TypeError, ValueError, RuntimeError):
         raise ConfigError(f"the reward gave {rewards!r}: give one finite number for each row") from None
-    if given.shape != (n_rows,) or not bool(torch.isfinite(given).all()):
-        raise ConfigError(f"the reward gave {given.tolist()} for {n_rows} rows: give one finite number for each")
-    return given
+    if row_rewards.shape != (n_rows,) or not bool(torch.isfinite(row_rewards).all()):
+        raise ConfigError(f"the reward gave {row_rewards.tolist()} for {n_rows} rows: give one finite number for each")
+    return row_rewards
 
 
 def regret(rewards: Tensor, best: Tensor | float) -> Tensor:
-    """Return the cumulative regret `[n]`: after each step, how much more the best actions would have earned, on average
-    over rows. rewards `[n, B]`; best alike, or a number.
-    """
+    """Return the cumulative regret `[n]` of `rewards [n, B]` against `best`, averaged over rows."""
     return (best - rewards).mean(dim=1).cumsum(dim=0)

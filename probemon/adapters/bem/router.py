@@ -1,7 +1,7 @@
-"""What the controller's codes are made by: a router of one level, and how far the tokens of a chunk spread.
+"""A router of one level, and the spread of a chunk's tokens.
 
 code = Router(n_in, width, rank)(features)                  # [.., rank]
-spread(z)                                                   # [B, K] of chunks [B, K, N, w], from 0 to 1
+spread(z)                                                   # [B, K]
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ FP32: dict[str, Any] = {"dtype": torch.float32}  # whatever torch.set_default_dt
 
 
 class Router(nn.Sequential):
-    """`MLP(LayerNorm(.))` from n_in features to r; its code is ones at first, around which it varies."""
+    """`MLP(LayerNorm(.))`, n_in to r. Codes begin as ones."""
 
     def __init__(self, n_in: int, width: int, rank: int) -> None:
         super().__init__(
@@ -27,6 +27,6 @@ class Router(nn.Sequential):
 
 
 def spread(z: Tensor) -> Tensor:
-    """Return how far the tokens of chunks spread `[B, K]`, of their features `[B, K, N, w]`: 0 where all are alike."""
+    """Return the spread `[B, K]` of chunks `[B, K, N, w]`: 0 if all tokens are alike, at most 1."""
     square = z.square().mean(dim=(-2, -1))
     return 1 - z.mean(dim=-2).square().mean(dim=-1) / square.clamp(min=torch.finfo(z.dtype).tiny)

@@ -1,14 +1,11 @@
-"""Saved adapters: `bem.json` and `bem.safetensors` in a folder, written whole and checked when read.
+"""Saved adapters: `bem.json` and `bem.safetensors` in a folder, checked when read.
 
     write_saved(folder, config, model, sites, tensors)
     saved = read_saved(folder)                        # raises BemFileError
-    check_host(saved, model, strict=False)            # raises HostMismatch
+    check_host(saved, model, strict=False)            # raises ModelMismatch
 
-A checkpoint that Hugging Face's Trainer wrote of an `Objective` is such a folder too: its `model.safetensors` holds the
-settings beside the weights, as a tensor of bytes.
-
-Nothing is unpickled. The weights are written first, and the settings state their hash, so that reading notices a crash
-between the two. The settings have a hash of their own: an adapter with another number in them is another adapter.
+A Trainer's checkpoint of an `Objective` is read too. Nothing is unpickled. Weights are written first and the settings
+hold their hash, so that a crash between the two is noticed.
 """
 
 from __future__ import annotations
@@ -32,25 +29,25 @@ from torch import Tensor, nn
 from probemon.adapters.bem.config import BemConfig
 from probemon.adapters.bem.sites import Site, find_sites
 from probemon.core.state_settings import differing
-from probemon.errors import BemError, BemFileError, ConfigError, HostMismatch
+from probemon.errors import BemError, BemFileError, ConfigError, ModelMismatch
 from probemon.host.adapters import OWN_NAME
 from probemon.host.fingerprint import active_adapters_fingerprint, fingerprint
 from probemon.host.internals import tensor_parallel_size
-from probemon.host.model import find_layers, hidden_size, host_state
-from probemon.host.settings import host_settings
+from probemon.host.model import find_layers, hidden_size, model_state
+from probemon.host.settings import model_settings
 from probemon.util.files import save_tensors, sha256, write_text_atomically
 
 FORMAT, FORMAT_VERSION = "probemon-bem", 1
 SETTINGS, WEIGHTS = "bem.json", "bem.safetensors"
-# A Trainer's file; in it, what the names of an adapter's tensors begin with, and the tensor of settings.
+# A Trainer's file, the prefix of tensors in it, the tensor of settings.
 CHECKPOINT, OF_OBJECTIVE, STATED = "model.safetensors", "bem.", "settings"
-_UNUSED = "controller.default_code"  # older adapters have it without a chunk router too, where nothing reads it
+_UNUSED = "controller.default_code"  # in older adapters without a chunk router
 _AGAIN = "copy the folder again"
 
 
 @dataclass(frozen=True, eq=False)
 class Saved:
-    """A folder as read: its settings, the host it was made on, and its tensors by name, from the file `weights`."""
+    """A folder as read. `host`: the model it was made on; `weights`: the file of `tensors`."""
 
     folder: Path
     weights: Path
@@ -60,25 +57,21 @@ class Saved:
 
     @property
     def int8(self) -> bool:
-        """Whether its U and V are int8."""
+        """Whether U and V are int8."""
         return any(name.startswith("updates.") and tensor.dtype == torch.int8 for name, tensor in self.tensors.items())
 
     def load(self, module: nn.Module) -> None:
-        """Put the tensors into an adapter made from `config`, each in the dtype it was saved in: in another one it
-        would be another adapter.
-
-        Raises `BemFileError` where names, shapes or kinds of numbers are not the adapter's.
-        """
-        own = module.state_dict()
-        tensors = {name: tensor for name, tensor in self.tensors.items() if name != _UNUSED or name in own}
-        check_tensors(self.weights, own, tensors)
-        with torch.inference_mode(False):  # what was read in that mode cannot learn; its copies outside of it can
-            copies = {name: tensor.to(own[name].device, copy=True) for name, tensor in tensors.items()}
+        """Load the tensors into an adapter of `config`, in their saved dtypes. Raises `BemFileError`."""
+        module_tensors = module.state_dict()
+        tensors = {name: tensor for name, tensor in self.tensors.items() if name != _UNUSED or name in module_tensors}
+        check_tensors(self.weights, module_tensors, tensors)
+        with torch.inference_mode(False):  # inference tensors cannot learn
+            copies = {name: tensor.to(module_tensors[name].device, copy=True) for name, tensor in tensors.items()}
             module.load_state_dict(copies, assign=True)
 
 
 def check_tensors(where: object, own: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> None:
-    """Raise `BemFileError` where names, shapes or kinds of numbers are not those of an adapter's `own` tensors."""
+    """Raise `BemFileError` if names, shapes or kinds of numbers differ from `own`."""
     shapes = [{name: tensor.shape for name, tensor in each.items()} for each in (own, tensors)]
     wrong = [name for name in {*own, *tensors} if shapes[0].get(name) != shapes[1].get(name)]
     if wrong:
@@ -91,7 +84,7 @@ def check_tensors(where: object, own: Mapping[str, Tensor], tensors: Mapping[str
 
 
 def check_kept(tensors: Mapping[str, Tensor]) -> None:
-    """Raise `BemError` for a parameter that is not finite, or of 8 bits and no int8."""
+    """Raise `BemError` for a tensor that is not finite, or of 8 bits and not int8."""
     for name, tensor in tensors.items():
         if tensor.dtype.itemsize == 1 and tensor.dtype != torch.int8:
             raise BemError(
@@ -107,16 +100,14 @@ def check_kept(tensors: Mapping[str, Tensor]) -> None:
 def write_saved(
     folder: Path, config: BemConfig, model: Any, sites: Sequence[Site], tensors: Mapping[str, Tensor]
 ) -> None:
-    """Write both files; an adapter that is there already is replaced. Of a host that is spread over ranks all of them
-    call this, since each knows a part of it, and one writes.
-    """
+    """Write both files. If the model is spread over ranks, all call this and one writes."""
     described, spread = describe(config, model, sites), tensor_parallel_size(model) > 1
     if spread and torch.distributed.get_rank():
         torch.distributed.barrier()
         return
     make_folder(folder)
-    stated = write_tensors(folder / WEIGHTS, tensors)
-    hashed: dict[str, Any] = {**described, "files": {WEIGHTS: stated}}
+    file_info = write_tensors(folder / WEIGHTS, tensors)
+    hashed: dict[str, Any] = {**described, "files": {WEIGHTS: file_info}}
     settings = {"format": FORMAT, "format_version": FORMAT_VERSION, **hashed, "sha256": settings_hash(hashed)}
     write_text_atomically(folder / SETTINGS, json.dumps(settings, indent=2) + "\n")
     if spread:
@@ -124,7 +115,7 @@ def write_saved(
 
 
 def make_folder(folder: Path) -> None:
-    """Make a folder where there is none. Raises `BemFileError`."""
+    """Make a folder if there is none. Raises `BemFileError`."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -132,29 +123,29 @@ def make_folder(folder: Path) -> None:
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Write a file of tensors, whole or not at all; return its `sha256` and its `size` in bytes."""
+    """Write tensors atomically; return the file's `sha256` and `size` in bytes."""
     handle, name = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.parent)
     os.close(handle)
     temporary = Path(name)
     try:
         save_tensors(temporary, {key: x.detach().cpu().contiguous() for key, x in tensors.items()})
-        stated = {"sha256": sha256(temporary), "size": temporary.stat().st_size}
+        file_info = {"sha256": sha256(temporary), "size": temporary.stat().st_size}
         temporary.replace(path)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
-    return stated
+    return file_info
 
 
 def describe(config: BemConfig, model: Any, sites: Sequence[Site]) -> dict[str, Any]:
-    """Return what is kept beside the weights: `config`, and the `host` that they were made on."""
+    """Return `config`, and `host`: the model of the weights."""
     _, layers = find_layers(model)
     host = {
         "model": type(model).__name__,
         "hidden_size": hidden_size(model),
         "n_layers": len(layers),
         "fingerprint": fingerprint(model),
-        "settings": host_settings(model),
+        "settings": model_settings(model),
         **_other_adapters(model),
         "sites": {site.name: [site.n_in, site.n_out] for site in sites},
     }
@@ -162,19 +153,19 @@ def describe(config: BemConfig, model: Any, sites: Sequence[Site]) -> dict[str, 
 
 
 def _other_adapters(model: Any) -> dict[str, Any]:
-    """Return what else steers a host: its states under them are what an adapter reads and has learnt on."""
-    others = sorted(set(host_state(model).adapters) - {OWN_NAME})
+    """Other adapters that steer the model: hidden states depend on them."""
+    others = sorted(set(model_state(model).adapters) - {OWN_NAME})
     return {"adapters": others, "adapter_weights": active_adapters_fingerprint(model, others)}
 
 
 def settings_tensor(config: BemConfig, model: Any, sites: Sequence[Site]) -> Tensor:
-    """Return settings as JSON in bytes `[n]` uint8: for a file that has room for tensors alone."""
+    """Return settings as JSON in bytes `[n]` uint8."""
     settings = {"format": FORMAT, "format_version": FORMAT_VERSION, **describe(config, model, sites)}
     return torch.tensor(list(json.dumps(settings).encode()), dtype=torch.uint8)
 
 
 def read_saved(folder: Path) -> Saved:
-    """Read an adapter's folder, and check it. Raises `BemFileError`."""
+    """Read and check an adapter's folder. Raises `BemFileError`."""
     path, weights = folder / SETTINGS, folder / WEIGHTS
     if (folder / CHECKPOINT).is_file():
         if not path.exists():
@@ -195,8 +186,8 @@ def read_saved(folder: Path) -> Saved:
         raise BemFileError(f"{path} cannot be read as JSON ({error}): {_AGAIN}") from None
     _check_format(path, settings)
     host, files = settings.get("host"), settings.get("files")
-    stated = files.get(WEIGHTS) if isinstance(files, dict) else None
-    if not _has_config_and_sites(settings) or not isinstance(stated, dict):
+    file_info = files.get(WEIGHTS) if isinstance(files, dict) else None
+    if not _has_config_and_sites(settings) or not isinstance(file_info, dict):
         raise BemFileError(f"{path}: config, host with its sites, or the hash of {WEIGHTS} is missing: {_AGAIN}")
     if settings.get("sha256") != settings_hash({"config": settings["config"], "host": host, "files": files}):
         raise BemFileError(
@@ -206,7 +197,7 @@ def read_saved(folder: Path) -> Saved:
     config = _read_config(path, settings["config"])
     if not weights.is_file():
         raise BemFileError(f"{weights} is missing: {_AGAIN}")
-    if weights.stat().st_size != stated.get("size") or sha256(weights) != stated.get("sha256"):
+    if weights.stat().st_size != file_info.get("size") or sha256(weights) != file_info.get("sha256"):
         raise BemFileError(
             f"{weights} is not the file that {SETTINGS} was written with (its size or hash differs): {_AGAIN}"
         )
@@ -214,7 +205,7 @@ def read_saved(folder: Path) -> Saved:
 
 
 def _is_checkpoint(weights: Path) -> bool:
-    """Whether a file holds an adapter's `Objective`, and not a host, which may lie beside its adapter."""
+    """Whether a file holds an `Objective`, not a model."""
     try:
         with safe_open(weights, "pt") as opened:
             return any(name.startswith(f"{OF_OBJECTIVE}controller.") for name in opened.keys())  # noqa: SIM118
@@ -223,11 +214,10 @@ def _is_checkpoint(weights: Path) -> bool:
 
 
 def _read_checkpoint(folder: Path) -> Saved:
-    """A checkpoint that a Trainer wrote of an `Objective`."""
     weights = folder / CHECKPOINT
     tensors = _read_tensors(weights)
-    stated = tensors.pop(STATED, None)
-    if stated is None or stated.dtype != torch.uint8:
+    stored_settings = tensors.pop(STATED, None)
+    if stored_settings is None or stored_settings.dtype != torch.uint8:
         if f"{OF_OBJECTIVE}controller.query" in tensors:
             remedy = (
                 "it is of an older probemon: train on from it and save again, or make the adapter with its BemConfig"
@@ -238,14 +228,14 @@ def _read_checkpoint(folder: Path) -> Saved:
         raise BemFileError(
             f"{folder} has no {SETTINGS}, and its {CHECKPOINT} does not state the settings of an adapter: {remedy}"
         )
-    settings = read_settings(weights, bytes(stated.flatten().tolist()))
+    settings = read_settings(weights, bytes(stored_settings.flatten().tolist()))
     config = _read_config(weights, settings["config"])
     tensors = {name.removeprefix(OF_OBJECTIVE): tensor for name, tensor in tensors.items()}
     return Saved(folder, weights, config, settings["host"], tensors)
 
 
 def read_settings(where: object, text: bytes) -> dict[str, Any]:
-    """Return the settings of `settings_tensor` from its bytes. Raises `BemFileError`."""
+    """Parse the bytes of `settings_tensor`. Raises `BemFileError`."""
     try:
         settings = json.loads(text)
     except (RecursionError, ValueError) as error:
@@ -253,8 +243,8 @@ def read_settings(where: object, text: bytes) -> dict[str, Any]:
     _check_format(where, settings)
     if not _has_config_and_sites(settings):
         raise BemFileError(f"{where}: config, or host with its sites, is missing: {_AGAIN}")
-    found: dict[str, Any] = settings
-    return found
+    checked: dict[str, Any] = settings
+    return checked
 
 
 def _has_config_and_sites(settings: Mapping[str, Any]) -> bool:
@@ -266,8 +256,8 @@ def _has_config_and_sites(settings: Mapping[str, Any]) -> bool:
 
 def _check_format(path: object, settings: Any) -> None:
     if not isinstance(settings, dict) or settings.get("format") != FORMAT:
-        stated = settings.get("format") if isinstance(settings, dict) else type(settings).__name__
-        raise BemFileError(f"{path}: format is {stated!r}, expected {FORMAT!r}")
+        format_name = settings.get("format") if isinstance(settings, dict) else type(settings).__name__
+        raise BemFileError(f"{path}: format is {format_name!r}, expected {FORMAT!r}")
     if settings.get("format_version") != FORMAT_VERSION:
         raise BemFileError(
             f"{path}: format_version is {settings.get('format_version')!r}, this probemon reads {FORMAT_VERSION}: "
@@ -289,7 +279,6 @@ def _read_config(path: Path, config: Mapping[str, Any]) -> BemConfig:
 
 
 def _read_tensors(weights: Path) -> dict[str, Tensor]:
-    """The tensors of a file, all finite."""
     try:
         tensors = load_file(weights)
     except (OSError, SafetensorError) as error:
@@ -301,45 +290,45 @@ def _read_tensors(weights: Path) -> dict[str, Tensor]:
 
 
 def settings_hash(settings: Mapping[str, Any]) -> str:
-    """Return the SHA-256 of what of `bem.json` is hashed: its config, host and files."""
+    """Return the SHA-256 of config, host and files."""
     return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
 
 
 def check_host(saved: Saved, model: Any, *, strict: bool) -> None:
-    """As `check_fit`, of a saved adapter."""
+    """As `check_fit`, for a saved adapter."""
     check_fit(saved.folder, saved.host, saved.config, model, strict=strict, stacklevel=5)
 
 
 def check_fit(
-    where: object, stated_host: Mapping[str, Any], config: BemConfig, model: Any, *, strict: bool, stacklevel: int = 3
+    where: object, manifest_host: Mapping[str, Any], config: BemConfig, model: Any, *, strict: bool, stacklevel: int = 3
 ) -> None:
-    """Raise `HostMismatch` where an adapter does not fit; warn of another checkpoint, or raise if `strict`."""
+    """Raise `ModelMismatch` if an adapter does not fit; for another checkpoint warn, or raise if `strict`."""
     _, layers = find_layers(model)
     for key, value in (("hidden_size", hidden_size(model)), ("n_layers", len(layers))):
-        if stated_host.get(key) != value:
-            raise HostMismatch(
-                f"{where} was made for {stated_host.get('model')} with {key} {stated_host.get(key)}, this"
+        if manifest_host.get(key) != value:
+            raise ModelMismatch(
+                f"{where} was made for {manifest_host.get('model')} with {key} {manifest_host.get(key)}, this"
                 f" {type(model).__name__} has {value}"
             )
     for site in find_sites(model, config):
-        stated = stated_host["sites"].get(site.name)
-        if stated != [site.n_in, site.n_out]:
-            raise HostMismatch(
-                f"{where} has site {site.name} of {stated} values in and out, this"
+        recorded = manifest_host["sites"].get(site.name)
+        if recorded != [site.n_in, site.n_out]:
+            raise ModelMismatch(
+                f"{where} has site {site.name} of {recorded} values in and out, this"
                 f" {type(model).__name__} of {[site.n_in, site.n_out]}"
             )
-    differences = differing(stated_host.get("settings", {}), host_settings(model))
-    of = "weights" if stated_host.get("fingerprint") != fingerprint(model) else ""
+    differences = differing(manifest_host.get("settings", {}), model_settings(model))
+    changed_part = "weights" if manifest_host.get("fingerprint") != fingerprint(model) else ""
     others = _other_adapters(model)
-    if not of and any(stated_host.get(key, value) != value for key, value in others.items()):
-        stated, now = (", ".join(one["adapters"]) or "none" for one in (stated_host, others))
-        of = f"adapters ({stated}, and here {now})"
-    if of or differences:
-        of = of or f"settings ({', '.join(differences)})"
+    if not changed_part and any(manifest_host.get(key, value) != value for key, value in others.items()):
+        recorded, now = (", ".join(one["adapters"]) or "none" for one in (manifest_host, others))
+        changed_part = f"adapters ({recorded}, and here {now})"
+    if changed_part or differences:
+        changed_part = changed_part or f"settings ({', '.join(differences)})"
         problem = (
-            f"{where} was made for a {stated_host.get('model')} of other {of}: what it steers towards may be something"
-            " else"
+            f"{where} was made for a {manifest_host.get('model')} of other {changed_part}: it may steer towards"
+            " something else"
         )
         if strict:
-            raise HostMismatch(f"{problem}. Load the model it was made for, or attach without strict=True")
+            raise ModelMismatch(f"{problem}. Load the model it was made for, or attach without strict=True")
         warnings.warn(problem, UserWarning, stacklevel=stacklevel)

@@ -1,13 +1,11 @@
-"""Sites of a host that tensor parallelism spreads over ranks: each has a part of the inputs, or of the outputs.
+"""Sites that tensor parallelism spreads over ranks.
 
-    shard = shard_of(linear, "o.3", n_ranks=2)            # None where this process has the whole of the layer
-    shard.update(x, V, U, codes, scale, base)             # x or base as this rank has it; V, U and codes are whole
+    shard = shard_of(linear, "o.3", n_ranks=2)            # None if this process has the whole layer
+    shard.update(x, V, U, codes, scale, base)             # V, U and codes are whole
 
-Of a layer that is split by rows (attention outputs, MLP down projections) a rank has some of the inputs, and the whole
-output, summed. There it computes its part of `x V`, which is summed over the ranks: r numbers a token. Of one that is
-split by columns (queries, keys, values) it has all inputs and some of the outputs, whose rows of U it takes. Every rank
-has the whole adapter, and its gradients: what backward knows in parts is summed, so that the same optimiser on every
-rank makes the same step.
+A layer split by rows (attention outputs, MLP down projections) has some inputs: parts of `x V` are summed over ranks.
+One split by columns (queries, keys, values) has some outputs, and takes those rows of U. Gradients are summed too, so
+that every rank makes the same step.
 """
 
 from __future__ import annotations
@@ -20,12 +18,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from probemon.adapters.bem.config import BemConfig
-from probemon.errors import ConfigError, NotSupportedHost
+from probemon.errors import ConfigError, UnsupportedModel
 
 
 @dataclass(frozen=True, eq=False)
 class Shard:
-    """What this rank has of a layer: numbers `begin` to `end` of its inputs (`rows`), or else of its outputs."""
+    """This rank's inputs `begin` to `end` of a layer if `rows`, else its outputs."""
 
     rows: bool
     begin: int
@@ -33,9 +31,7 @@ class Shard:
     group: Any
 
     def update(self, x: Tensor, V: Tensor, U: Tensor, codes: Tensor, scale: float, base: Tensor) -> Tensor:
-        """Return base with the updates of x, as this rank has both, in the dtype of base: computed in fp32 or wider,
-        rounded once.
-        """
+        """Return base plus the updates of x, in base's dtype: computed in fp32 or wider, rounded once."""
         wide = torch.promote_types(torch.promote_types(x.dtype, V.dtype), torch.float32)
         narrow = base.dtype
         x, V, U, codes, base = (tensor.to(wide) for tensor in (x, V, U, codes, base))
@@ -48,19 +44,17 @@ class Shard:
 
 
 def shard_of(linear: nn.Linear, name: str, n_ranks: int) -> Shard | None:
-    """Return what this process has of a layer of a host over `n_ranks`; None for the whole. Raises `NotSupportedHost`
-    for a layer that is split in another way.
-    """
+    """Return this process's part of a layer; None for the whole. Raises `UnsupportedModel` for another split."""
     weight: Any = linear.weight
     placements = getattr(weight, "placements", None)
     if n_ranks == 1 or placements is None or all(placement.is_replicate() for placement in placements):
         return None
     dim = getattr(placements[0], "dim", None)
-    # By the exact class: what derives from it interleaves what the ranks have.
+    # The exact class: its subclasses interleave ranks.
     if len(placements) > 1 or type(placements[0]).__name__ != "Shard" or dim is None:
-        raise NotSupportedHost(
-            f"site {name} is spread over ranks as {placements}, of which an adapter knows one shard of rows or columns"
-            " alone: leave it out of sites, or load the host whole, without tp_plan"
+        raise UnsupportedModel(
+            f"site {name} is spread over ranks as {placements}; an adapter supports one shard of rows or columns"
+            " alone: leave it out of sites, or load the model whole, without tp_plan"
         )
     rows, rank = dim % 2 == 1, weight.device_mesh.get_local_rank()
     size = -(-weight.shape[dim % 2] // n_ranks)
@@ -69,30 +63,30 @@ def shard_of(linear: nn.Linear, name: str, n_ranks: int) -> Shard | None:
 
 
 def check_spread(config: BemConfig, fallback: object, impl: str, n_ranks: int) -> None:
-    """Raise `NotSupportedHost` or `ConfigError` for what an adapter cannot do on a host over several ranks."""
+    """Raise `UnsupportedModel` or `ConfigError` for features that need one rank."""
     if n_ranks == 1:
         return
-    of_ranks = f"on a host that is spread over {n_ranks} ranks (tensor parallel)"
+    on_ranks = f"on a model that is spread over {n_ranks} ranks (tensor parallel)"
     if config.form != "low_rank":
-        raise NotSupportedHost(
-            f"form {config.form!r} {of_ranks} is not supported, only 'low_rank': load the host whole, without tp_plan"
+        raise UnsupportedModel(
+            f"form {config.form!r} {on_ranks} is not supported, only 'low_rank': load the model whole, without tp_plan"
             " (device_map= spreads whole layers over devices)"
         )
     if config.dropout:
         raise ConfigError(
-            f"dropout is {config.dropout} {of_ranks}, where each would draw for its own part: give dropout=0"
+            f"dropout is {config.dropout} {on_ranks}, and each would draw for its own part: give dropout=0"
         )
     if fallback is not None:
         raise ConfigError(
-            f"a FallbackPolicy {of_ranks} would decide by each rank's own clock, and they would say different things:"
+            f"a FallbackPolicy {on_ranks} would decide by each rank's own clock, and ranks would differ:"
             " attach without fallback="
         )
     if impl == "triton":
-        raise ConfigError(f"impl='triton' {of_ranks} is not supported: use impl='reference' or 'auto'")
+        raise ConfigError(f"impl='triton' {on_ranks} is not supported: use impl='reference' or 'auto'")
 
 
 class _Sum(torch.autograd.Function):
-    """The sum over ranks. All go on with it, so each has the whole gradient."""
+    """Sum over ranks. The gradient passes unchanged."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
@@ -106,7 +100,7 @@ class _Sum(torch.autograd.Function):
 
 
 class _SumGradients(torch.autograd.Function):
-    """The same numbers on all ranks, each of which goes on with a part: their gradients add up."""
+    """Identity. Gradients are summed over ranks."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
@@ -121,7 +115,7 @@ class _SumGradients(torch.autograd.Function):
 
 
 class _Rows(torch.autograd.Function):
-    """This rank's rows of a matrix that all have. The gradient is of all rows, each from the rank that has it."""
+    """This rank's rows; the gradient has all."""
 
     @staticmethod
     def forward(ctx: Any, matrix: Tensor, shard: Shard) -> Tensor:

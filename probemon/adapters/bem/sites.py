@@ -1,11 +1,9 @@
-"""Sites: which modules of an unchanged host an adapter updates, and their parameters.
+"""Sites: the modules of a model that an adapter updates, and their parameters.
 
     sites = find_sites(model, config)            # [Site(name="down.3", kind="down", layer=3, module=...), ...]
-    updates = make_updates(sites, config)        # nn.ModuleDict: "down_3" -> SiteUpdate with V [in, r], U [out, r]
-                                                 # of another form: its `Form`
+    updates = make_updates(sites, config)        # nn.ModuleDict: "down_3" -> SiteUpdate, or another `Form`
 
-A mixture-of-experts block keeps its experts in one tensor and has no linear layer of its own to update. There the site
-"down" is the whole block, from its input to its output: such an update cannot be merged into weights.
+In a mixture of experts, "down" is the whole block, which cannot be merged.
 """
 
 from __future__ import annotations
@@ -20,11 +18,11 @@ from torch import nn
 from probemon.adapters.bem.config import CHUNK_KINDS, BemConfig
 from probemon.adapters.bem.forms.make import make_form
 from probemon.adapters.bem.sharded import Shard, shard_of
-from probemon.errors import ConfigError, NotSupportedHost
+from probemon.errors import ConfigError, UnsupportedModel
 from probemon.host.internals import tensor_parallel_size
 from probemon.host.model import find_layers, hidden_size, site_module, unwrap
 
-# What hosts call the linear layers of each kind, inside their attention and feed-forward blocks.
+# Names of linear layers, by kind.
 _NAMES = {
     "q": ("q_proj", "query"), "k": ("k_proj", "key"), "v": ("v_proj", "value"),
     "o": ("o_proj", "out_proj", "dense"), "down": ("down_proj", "fc2", "dense_4h_to_h"),
@@ -33,10 +31,10 @@ _NAMES = {
 
 @dataclass(frozen=True, eq=False)
 class Site:
-    """One updated module, which maps `[.., n_in]` to `[.., n_out]`; its `name` is such as "down.3".
+    """One updated module, `[.., n_in]` to `[.., n_out]`.
 
     `mergeable`: it is a plain linear layer.
-    `shard`: what this process has of it; None for the whole.
+    `shard`: this process's part; None for the whole.
     """
 
     kind: str
@@ -53,12 +51,12 @@ class Site:
 
     @property
     def key(self) -> str:
-        """The name, where dots are not allowed."""
+        """The name, without dots."""
         return f"{self.kind}_{self.layer}"
 
     @property
     def sizes_here(self) -> tuple[int, int]:
-        """How many numbers this process has of each input, and of each output."""
+        """Sizes of input and output in this process."""
         if self.shard is None:
             return self.n_in, self.n_out
         n = self.shard.end - self.shard.begin
@@ -66,39 +64,39 @@ class Site:
 
     @property
     def chunked(self) -> bool:
-        """Whether it takes chunk codes whatever the level policy says."""
+        """Whether it always takes chunk codes."""
         return self.kind in CHUNK_KINDS
 
 
 class SiteUpdate(nn.Module):
-    """The parameters of one site's update: V `[in, r]`, U `[out, r]`. U is zero at the start: the host is unchanged."""
+    """One site's V `[in, r]` and U `[out, r]`. U starts at zero: the model is unchanged."""
 
     def __init__(self, site: Site, rank: int, generator: torch.Generator) -> None:
         super().__init__()
-        bound = site.n_in**-0.5  # as torch initialises a linear layer, and PEFT the first factor of a LoRA
+        bound = site.n_in**-0.5  # as PEFT initialises a LoRA's first factor
         v = torch.empty(site.n_in, rank, dtype=torch.float32).uniform_(-bound, bound, generator=generator)
         self.V = nn.Parameter(v)
         self.U = nn.Parameter(torch.zeros(site.n_out, rank, dtype=torch.float32))
 
 
 def find_sites(model: Any, config: BemConfig) -> list[Site]:
-    """Return every site of `config` in `model`, by layer. Raises `ConfigError`, `NotSupportedHost`."""
+    """Return the sites of `config`, by layer. Raises `ConfigError`, `UnsupportedModel`."""
     _, layers = find_layers(model)
     if config.read_layer >= len(layers):
-        raise ConfigError(f"read_layer is {config.read_layer}: the host has layers 0..{len(layers) - 1}")
+        raise ConfigError(f"read_layer is {config.read_layer}: the model has layers 0..{len(layers) - 1}")
     chosen = range(config.read_layer, len(layers)) if config.layers is None else sorted(config.layers)
     if max(chosen) >= len(layers):
-        raise ConfigError(f"layers has {max(chosen)}: the host has layers 0..{len(layers) - 1}")
+        raise ConfigError(f"layers has {max(chosen)}: the model has layers 0..{len(layers) - 1}")
     width, n_ranks = hidden_size(model), tensor_parallel_size(unwrap(model))
     return [find_site(layers, kind, layer, width, n_ranks) for layer in chosen for kind in config.sites]
 
 
 def find_site(layers: nn.ModuleList, kind: str, layer: int, width: int, n_ranks: int = 1) -> Site:
-    """Return one site of layers of `width`. Raises `NotSupportedHost`."""
+    """Return one site of layers of `width`. Raises `UnsupportedModel`."""
     block = site_module(layers, f"{'mlp_out' if kind == 'down' else 'attn_out'}.{layer}")
     children = dict(block.named_children())
     for name in _NAMES[kind]:
-        # PEFT's layers hold the host's own, and go from the same input to the same output.
+        # PEFT's layers wrap the model's.
         linear = getattr(children.get(name), "base_layer", children.get(name))
         if isinstance(linear, nn.Linear):
             shard = shard_of(linear, f"{kind}.{layer}", n_ranks)
@@ -114,16 +112,14 @@ def find_site(layers: nn.ModuleList, kind: str, layer: int, width: int, n_ranks:
             )
     if kind == "down" and "experts" in children:
         return Site(kind, layer, block, width, width, False)
-    raise NotSupportedHost(
+    raise UnsupportedModel(
         f"site '{kind}.{layer}': {type(block).__name__} has no linear layer named {' or '.join(_NAMES[kind])}; it has "
         f"{', '.join(children) or 'none'}. Leave {kind!r} out of sites"
     )
 
 
 def make_updates(sites: Sequence[Site], config: BemConfig, n_heads: int | None = None) -> nn.ModuleDict:
-    """Make fresh parameters, each on the device of its site; the same for the same `config.seed`. `n_heads`: of the
-    host's queries. Raises `ConfigError` where a form does not fit a site.
-    """
+    """Make parameters on the sites' devices, by `config.seed`. Raises `ConfigError` if a form does not fit."""
     generator = torch.Generator().manual_seed(config.seed)
 
     def update(site: Site) -> nn.Module:
@@ -135,5 +131,5 @@ def make_updates(sites: Sequence[Site], config: BemConfig, n_heads: int | None =
 
 
 def device_of(module: nn.Module) -> torch.device:
-    """Return the device on which a module computes; the CPU for one whose weights are kept elsewhere."""
+    """Return the device that a module computes on; the CPU if offloaded."""
     return next((p.device for p in module.parameters() if p.device.type != "meta"), torch.device("cpu"))

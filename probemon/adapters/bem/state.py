@@ -1,13 +1,11 @@
-"""State: what the controller knows of the sequences in one cache, and how it follows that cache.
+"""The controller's state of the sequences in one cache, and how it follows that cache.
 
     states = States()
-    states.put(cache, ControllerState(n_rows=2))  # the cache's reorder, repeat, select, reset and deepcopy move it too
-    states.get(cache)                                 # None for a cache that was never seen
-    states.clear()                                    # leaves no trace on any cache
+    states.put(cache, ControllerState(n_rows=2))      # follows reorder, repeat, select, reset and deepcopy
+    states.get(cache)
+    states.clear()
 
-A state keeps the controller's features of every column, and which columns are real tokens. All else follows from these:
-`truncate` cuts a state back to any column, and the controller reads what is left again. A crop of the cache needs no
-message: the next forward begins at an earlier column, and what lay beyond is overwritten.
+A state keeps features of every column, which the controller can read again after `truncate`.
 """
 
 from __future__ import annotations
@@ -29,15 +27,15 @@ from probemon.errors import BemStateError
 
 @dataclass(frozen=True, eq=False)
 class Carry:
-    """What goes from one forward to the next, by row. Nothing writes to it.
+    """Passed from one forward to the next, by row. Nothing writes to it.
 
     `n [B]` int64: real tokens so far.
-    `open [B, N, w]`: features of the tokens of the chunk that is not complete, zeros beyond them.
+    `open [B, N, w]`: features of the incomplete chunk, zeros beyond.
     `code [B, r]`: that chunk's, after the moving average.
-    `summary [B, w]`: of the prefix, for that chunk.
-    `log_mass [B]`: log of the summary's denominator, -inf before the first complete chunk.
+    `summary [B, w]`: of the prefix.
+    `log_mass [B]`: log of its denominator, -inf before the first complete chunk.
     `confidence [B]`: that chunk's.
-    `energy [B]`: how far the tokens of the last complete chunk spread, under level="energy" alone.
+    `energy [B]`: spread of the last complete chunk, for level="energy".
     """
 
     n: Tensor
@@ -61,38 +59,35 @@ class Carry:
 
 
 class ControllerState:
-    """What was read of one batch of sequences: `n_rows` and `n_columns` so far, and `level [B]` int64 where it was
-    decided once, else None.
+    """State of `n_rows` sequences and `n_columns` so far; `level [B]` int64 if decided once.
 
-    `packing`: where the columns of one forward are those of several sequences, how; there is a row here for each.
-    `carry` is None until something was read, and after columns were cut off or only fed: the history then has it.
+    `packing`: how columns hold sequences, each a row here.
+    `carry`: None before the first read, and after columns were cut off or only fed.
     """
 
     def __init__(self, n_rows: int, level: Tensor | None = None, packing: Packing | None = None) -> None:
         self.n_rows, self.level, self.packing = n_rows, level, packing
         self.carry: Carry | None = None
-        self.inside = False  # whether the last forward was known to complete no chunk
-        # Tokens that every row can take, at least, before one completes a chunk: so long nothing of chunks is computed.
+        self.inside = False  # the last forward surely completed no chunk
+        # Tokens that every row can take before one completes a chunk.
         self.room = 0
         self.n_columns = 0
         self._pieces: list[tuple[Tensor, Tensor]] = []
 
     def append(self, z: Tensor, real: Tensor, carry: Carry) -> None:
-        """Add the columns of one forward: features z `[B, T, w]`, real `[B, T]`. No gradient goes through a cache."""
+        """Add features z `[B, T, w]` and real `[B, T]`, without gradients."""
         self._pieces.append((z.detach(), real))
         self.n_columns += z.shape[1]
         self.carry = carry.detach()
 
     def feed(self, z: Tensor, real: Tensor) -> None:
-        """Add columns of which nothing but the features was computed. Where they are unknown they are NaN, and so is
-        what follows from them.
-        """
+        """Add columns of features alone, NaN if unknown."""
         self._pieces.append((z.detach(), real))
         self.n_columns += z.shape[1]
         self.carry, self.room = None, 0
 
     def history(self) -> tuple[Tensor, Tensor]:
-        """Return features `[B, L, w]` and which columns are real `[B, L]`. Raises `BemStateError` if there are none."""
+        """Return features `[B, L, w]` and real `[B, L]`. Raises `BemStateError` if there are none."""
         if not self._pieces:
             raise BemStateError("this state has read nothing yet: run a forward first")
         if len(self._pieces) > 1:
@@ -101,16 +96,14 @@ class ControllerState:
         return self._pieces[0]
 
     def truncate(self, n_columns: int) -> tuple[Tensor, Tensor]:
-        """Forget the columns from `n_columns` on, and the carry. Return the history, which the caller reads again."""
+        """Forget columns from `n_columns` on. Return the history, to be read again."""
         z, real = self.history()
         self._pieces = [(z[:, :n_columns], real[:, :n_columns])]
         self.n_columns, self.carry, self.room = n_columns, None, 0
         return self._pieces[0]
 
     def mask(self, real: Tensor) -> None:
-        """Take columns that are no tokens any more, by `real [B, L]`, for padding. Raises `BemStateError` where padding
-        is a token now, since it was not read.
-        """
+        """Make columns padding by `real [B, L]`. Raises `BemStateError` if padding became tokens."""
         z, before = self.history()
         if torch.equal(real, before):
             return
@@ -123,7 +116,7 @@ class ControllerState:
         self.carry, self.room, self.inside = None, 0, False
 
     def select(self, rows: Tensor) -> None:
-        """Make row i what row `rows[i]` was: beams, repeated prompts, some of the rows."""
+        """Make row i the former row `rows[i]`."""
         if not self._pieces:
             self.n_rows = len(rows)
             return
@@ -134,20 +127,20 @@ class ControllerState:
         self.level = None if self.level is None else self.level[rows]
 
     def copy(self) -> ControllerState:
-        """Return another state that goes its own way from here."""
+        """Return an independent copy."""
         copied = copy.copy(self)
         copied._pieces = list(self._pieces)
         return copied
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return all of it as tensors by name, to be saved; `ControllerState.from_tensors` takes them."""
+        """Return tensors by name, for `from_tensors`."""
         z, real = self.history()
         level = {} if self.level is None else {"level": self.level}
         return {"z": z.contiguous(), "real": real.contiguous(), **level}
 
     @classmethod
     def from_tensors(cls, saved: Mapping[str, Tensor]) -> ControllerState:
-        """Make a state of what `tensors` returned, without a carry yet. Raises `BemStateError`."""
+        """Make a state of the result of `tensors`. Raises `BemStateError`."""
         z, real, level = saved.get("z"), saved.get("real"), saved.get("level")
         if z is None or real is None or z.dim() != 3 or real.shape != z.shape[:2] or real.dtype != torch.bool:
             shapes = {name: (tuple(x.shape), str(x.dtype)) for name, x in saved.items()}
@@ -170,7 +163,7 @@ _FOLLOWED = ("reorder_cache", "batch_repeat_interleave", "batch_select_indices",
 
 
 class States:
-    """States by their cache, each kept as long as the cache is."""
+    """States by cache, each kept as long as its cache."""
 
     def __init__(self) -> None:
         self._by_cache: weakref.WeakKeyDictionary[Cache, ControllerState] = weakref.WeakKeyDictionary()
@@ -179,23 +172,23 @@ class States:
         return len(self._by_cache)
 
     def get(self, cache: Cache) -> ControllerState | None:
-        """Return the state of a cache, or None."""
+        """Return a cache's state, or None."""
         return self._by_cache.get(cache)
 
     def put(self, cache: Cache, state: ControllerState) -> None:
-        """Give a cache its state, and follow it from now on."""
+        """Set a cache's state, and follow the cache."""
         if cache not in self._by_cache:
             for name in _FOLLOWED:
                 vars(cache)[name] = _Follower(self, cache, name)
         self._by_cache[cache] = state
 
     def clear(self) -> None:
-        """Forget every state and follow no cache any more."""
+        """Forget every cache."""
         for cache in list(self._by_cache):
             self.forget(cache)
 
     def forget(self, cache: Any) -> None:
-        """Forget the state of a cache, if there is one, and follow it no more."""
+        """Forget a cache's state and stop following it."""
         if not isinstance(cache, Cache) or self._by_cache.pop(cache, None) is None:
             return
         for name in _FOLLOWED:
@@ -204,7 +197,7 @@ class States:
                 del vars(cache)[name]
 
     def follow_call(self, cache: Cache, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """Move the rows of a cache's state as the cache's method `name` has moved its own."""
+        """Move the state's rows as the cache's method `name` moved its own."""
         state = self._by_cache.get(cache)
         if state is None:
             return
@@ -219,17 +212,14 @@ class States:
         state.select(torch.as_tensor(rows))
 
     def follow_copy(self, cache: Cache, copied: Cache) -> None:
-        """Give a deep copy of a cache a copy of its state."""
+        """Give a copied cache a copy of the state."""
         state = self._by_cache.get(cache)
         if state is not None and copied not in self._by_cache:
             self._by_cache[copied] = state.copy()
 
 
 class _Follower:
-    """Stands before one method of one cache, on the instance, and has the state move with it.
-
-    It holds the cache weakly: a cycle would keep keys and values in memory until the garbage collector comes by.
-    """
+    """Wraps one method of one cache, to move its state too. Held weakly: a cycle would keep keys and values alive."""
 
     def __init__(self, states: States, cache: Cache, name: str) -> None:
         self.states, self._cache, self._name = states, weakref.ref(cache), name
@@ -245,13 +235,13 @@ class _Follower:
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise BemStateError(
             "a cache that an adapter follows cannot be pickled: detach first, and keep bem.state(cache).tensors()"
-            " beside it"
+            " alongside it"
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Follower:
-        """A copied cache has a copied state: prompts are computed once and their caches copied."""
+        """Copy the state with the cache."""
         cache = self._cache()
-        copied = memo.get(id(cache))  # copy.deepcopy makes the object before its attributes
+        copied = memo.get(id(cache))  # deepcopy makes the object first
         if cache is None or copied is None:
             return self
         self.states.follow_copy(cache, copied)

@@ -1,15 +1,13 @@
-"""Training an adapter end to end, in plain torch or by Hugging Face's Trainer; the host stays as it was, bit for bit.
+"""Trains an adapter, in plain torch or by Hugging Face's Trainer; the model stays as it was, bit for bit.
 
-    bem = attach_bem(model, BemConfig())
     # batches: dicts of input_ids, attention_mask, labels
     history = train(bem, batches, TrainSettings(n_steps=300, lr=1e-2))
-    history.losses                                                              # [n_steps]
-    evaluate(model, held_out)                                                   # mean cross-entropy a label
+    evaluate(model, held_out)                                                   # nats a label
 
     Trainer(model=Objective(bem), args=..., train_dataset=...).train()          # the same losses
     attach_bem(model, "output/checkpoint-500")                                  # its checkpoints are adapters
 
-On a CPU the same seed, batches and adapter give the same parameters, bit for bit.
+On a CPU this is deterministic.
 """
 
 from __future__ import annotations
@@ -30,8 +28,8 @@ from probemon.adapters.bem.losses import (
     adapter_losses,
     check_learnable,
     forward_inputs,
-    host_inputs,
     mode,
+    model_inputs,
     next_labels,
 )
 from probemon.adapters.bem.saved import STATED, settings_tensor
@@ -43,14 +41,13 @@ LossOf = Callable[[Batch], tuple[Tensor, Mapping[str, Tensor]]]
 
 @dataclass(frozen=True, kw_only=True)
 class TrainSettings:
-    """How parameters learn: by AdamW (Loshchilov and Hutter 2019). Raises `ConfigError`.
+    """Settings of AdamW (Loshchilov and Hutter 2019). Raises `ConfigError`.
 
-    `lr`: the highest learning rate; it rises in a line for `n_warmup` steps, then falls in a line to 0 at `n_steps`.
-    `max_grad_norm`: the norm of all gradients together is clipped to this; None for no limit.
-    `seed`: of the order of the batches and of dropout.
-    `multipliers`: of the learning rate, of parts of an adapter by the beginnings of their names ("controller",
-    "updates", "updates.o_3"); the longest that fits counts, 1 where none does.
-    `budget`: the most numbers that may learn; None for any.
+    `lr`: highest rate, after `n_warmup` linear steps; then falls linearly to 0 at `n_steps`.
+    `max_grad_norm`: limit of the joint norm; None for none.
+    `seed`: of batch order and dropout.
+    `multipliers`: of `lr`, by prefix of a parameter's name ("controller", "updates.o_3"); the longest counts.
+    `budget`: most numbers that may learn; None for any.
     """
 
     n_steps: int
@@ -87,7 +84,7 @@ class TrainSettings:
 
 @dataclass(frozen=True)
 class TrainingStep:
-    """One step: the loss before it, its terms, the learning rate, the norm of the gradient before clipping."""
+    """One step; `grad_norm` is before clipping."""
 
     loss: float
     terms: Mapping[str, float]
@@ -97,7 +94,7 @@ class TrainingStep:
 
 @dataclass(frozen=True)
 class TrainingHistory:
-    """Every step of a training, in order."""
+    """Every step, in order."""
 
     steps: tuple[TrainingStep, ...]
 
@@ -110,11 +107,9 @@ class TrainingHistory:
 def train(
     bem: Bem, batches: Sequence[Batch], settings: TrainSettings, weights: LossWeights | None = None
 ) -> TrainingHistory:
-    """Train every parameter of an attached adapter on `adapter_losses`. Dropout is on, the host's too, if it has any;
-    afterwards modules are in the modes they were in.
+    """Train an attached adapter on `adapter_losses`, with dropout; restores modes.
 
-    Raises `ConfigError` without batches, `BemError` where the adapter is off or a loss is not finite: the adapter then
-    has the parameters before that step.
+    Raises `ConfigError` without batches, `BemError` if the adapter is off or a loss is not finite, before that step.
     """
 
     def loss_of(batch: Batch) -> tuple[Tensor, Mapping[str, Tensor]]:
@@ -128,10 +123,8 @@ def train(
 
 
 def parameter_groups(bem: Bem, settings: TrainSettings) -> list[dict[str, Any]]:
-    """Return an adapter's parameters in groups, as optimisers of torch and Trainer take them, each with its `lr`.
-
-    Raises `ConfigError` for a multiplier of no parameter, and where nothing would learn, or more numbers than the
-    budget allows.
+    """Return parameters in an optimiser's groups, each with its `lr`. Raises `ConfigError` for an unused multiplier,
+    if nothing would learn, or over the budget.
     """
     by_multiplier: dict[float, list[nn.Parameter]] = {}
     unused, n_learning = set(settings.multipliers), 0
@@ -167,10 +160,8 @@ def fit(
     batches: Sequence[Batch],
     settings: TrainSettings,
 ) -> TrainingHistory:
-    """Lower any loss over `parameters`, or groups of them as `parameter_groups` makes: `loss_of(batch)` returns it, and
-    what else is to be noted. Raises as `train`.
-
-    Batches are taken in a new order each time round.
+    """Minimise `loss_of(batch)`, which returns the loss and terms to record, over parameters or groups of them.
+    Shuffles batches. Raises as `train`.
     """
     check_fit(batches, settings)
     grouped = [dict(group) for group in parameters if isinstance(group, dict)]
@@ -179,12 +170,12 @@ def fit(
     optimiser = torch.optim.AdamW(groups, lr=settings.lr, weight_decay=settings.weight_decay)
     order, steps = _order(len(batches), settings.seed), []
     limit = math.inf if settings.max_grad_norm is None else settings.max_grad_norm
-    # Whatever block of no_grad or inference_mode the caller is in.
+    # Even in a caller's no_grad or inference_mode.
     with torch.inference_mode(False), _seeded(learning, settings.seed), torch.enable_grad():
         for step in range(settings.n_steps):
             optimiser.zero_grad()
             batch = batches[next(order)]
-            host_inputs(batch)  # which raises, before anything is computed, for what is no batch
+            model_inputs(batch)  # raises early
             loss, terms = loss_of(_outside_inference_mode(batch))
             loss.backward()
             norm, value = float(nn.utils.clip_grad_norm_(learning, limit)), float(loss.detach())
@@ -203,7 +194,7 @@ def fit(
 
 
 def check_fit(batches: Sequence[Batch], settings: TrainSettings) -> None:
-    """Raise `ConfigError` unless these are batches in a sequence, which `fit` reads many times, and settings."""
+    """Raise `ConfigError` unless these are a sequence of batches, and settings."""
     if not isinstance(settings, TrainSettings):
         raise ConfigError(f"settings is {settings!r}: give TrainSettings(n_steps=..., ...)")
     if isinstance(batches, Mapping) or not (hasattr(batches, "__len__") and hasattr(batches, "__getitem__")):
@@ -216,24 +207,22 @@ def check_fit(batches: Sequence[Batch], settings: TrainSettings) -> None:
 
 
 def _outside_inference_mode(batch: Batch) -> Batch:
-    """The batch, with copies of tensors that were made in inference mode: nothing is learned from those."""
+    """Clones inference tensors, which cannot learn."""
     copies = {name: x.clone() for name, x in batch.items() if isinstance(x, Tensor) and x.is_inference()}
     return {**batch, **copies} if copies else batch
 
 
 @torch.no_grad()
 def evaluate(model: Any, batches: Sequence[Batch]) -> float:
-    """Return the mean cross-entropy in nats of the labels of all batches, each label counted once, in evaluation mode;
-    with the adapter where one is on.
-    """
+    """Return the mean cross-entropy in nats a label, in evaluation mode, with any attached adapter."""
     total, n = 0.0, 0
     with mode(model, training=False):
         for batch in batches:
             inputs = forward_inputs(model, batch)
             if batch.get("labels") is None:
                 raise ConfigError(
-                    f"a batch has {', '.join(batch)} and no labels: give them, [B, T] with -100 where a token is not to"
-                    " be counted"
+                    f"a batch has {', '.join(batch)} and no labels: give them, [B, T] with -100 for tokens that do"
+                    " not count"
                 )
             labels = next_labels(model, batch).flatten()
             logits = model(**inputs, use_cache=False).logits[:, :-1].flatten(0, 1)
@@ -245,12 +234,10 @@ def evaluate(model: Any, batches: Sequence[Batch]) -> float:
 
 
 class Objective(nn.Module):
-    """An adapter's losses as a model: `forward(input_ids, attention_mask, labels)` gives `loss` and `logits`, as
-    Trainer expects.
+    """An adapter's losses as a model: `forward` gives `loss` and `logits`.
 
-    Its parameters are the adapter's alone, so a trainer optimises, clips and saves no others. Its mode is the host's
-    too. Moving it to a device moves the adapter and not the host. Its buffer `settings` holds the adapter's, so that
-    `attach_bem(model, checkpoint)` opens a checkpoint.
+    Only the adapter is saved, trained and moved to a device; the mode is the model's too. The buffer `settings` makes
+    checkpoints open by `attach_bem`.
     """
 
     def __init__(self, bem: Bem, weights: LossWeights | None = None) -> None:
@@ -285,7 +272,7 @@ def _order(n: int, seed: int) -> Iterator[int]:
 
 @contextmanager
 def _seeded(parameters: Sequence[nn.Parameter], seed: int) -> Iterator[Any]:
-    """In the block, draw random numbers by this seed; afterwards they go on as if none had been drawn."""
+    """In the block, draw random numbers by this seed."""
     devices = sorted({int(parameter.device.index or 0) for parameter in parameters if parameter.device.type == "cuda"})
     with torch.random.fork_rng(devices=devices):
         torch.manual_seed(seed)

@@ -1,14 +1,14 @@
-"""Low-rank twins: what a form of an update is as `s U diag(c) V^T`, where it is that, with U, V and codes of its own.
+"""Low-rank twins: a form's update as `s U diag(c) V^T`.
 
     twin = low_rank_twin(bem.updates[site.key], bem.config)     # U [out, r], V [in, r], fp64
-    twin.codes(applied)                                         # [M, r]: codes as governance applies them
+    twin.codes(applied)                                         # [M, r]
 
     low_rank       itself
-    head_groups    V holds the groups' V_g block by block, U the U_g side by side; c is each group's gate, r times
-    rank_mask      U rotated as the components are; c is the mask
-    kronecker      A_k (x) B_k by the singular vectors of A_k and B_k; c is the term's number, for each pair of them
+    head_groups    V has V_g as blocks, U the U_g side by side; c is each gate, r times
+    rank_mask      U rotated as the components; c is the mask
+    kronecker      A_k (x) B_k by singular vectors; c repeats the term's number
 
-The share that limits leave of an update multiplies c. A film moves outputs by numbers of their own and is no matrix.
+A film is not a matrix.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ from probemon.errors import ConfigError
 
 @dataclass(frozen=True, eq=False)
 class Twin:
-    """The factors U `[out, r]` and V `[in, r]` of a site, in fp64 on the CPU, and what makes its codes."""
+    """U `[out, r]` and V `[in, r]` of a site, fp64 on the CPU, and its codes."""
 
     U: Tensor
     V: Tensor
     of_applied: Callable[[Tensor], Tensor]
 
     def codes(self, applied: Tensor) -> Tensor:
-        """Return codes `[M, r]` of what governance applied, fp64 on the CPU."""
+        """Return codes `[M, r]` of applied ones, fp64 on the CPU."""
         return self.of_applied(applied.double().cpu())
 
 
 def check_has_twin(config: BemConfig) -> None:
-    """Raise `ConfigError` for a form that no static update equals, whatever its code."""
+    """Raise `ConfigError` for a form that no static update equals."""
     if config.form == "film":
         raise ConfigError(
             "this adapter's form is 'film', which scales and moves outputs: no matrix that is added to a weight does"
@@ -55,8 +55,8 @@ def low_rank_twin(update: nn.Module, config: BemConfig) -> Twin:
     """Return the twin of one site's update. Raises as `check_has_twin`."""
     check_has_twin(config)
     if config.form == "low_rank":
-        own = cast(SiteUpdate, update)
-        return Twin(_plain(own.U), _plain(own.V), lambda applied: applied)
+        site_update = cast(SiteUpdate, update)
+        return Twin(_plain(site_update.U), _plain(site_update.V), lambda applied: applied)
     if config.form == "head_groups":
         groups = cast(HeadGroups, update)
         u, v = _plain(groups.U), _plain(groups.V)
@@ -74,25 +74,23 @@ def low_rank_twin(update: nn.Module, config: BemConfig) -> Twin:
         )
     terms = cast(Kronecker, update)
     pairs = [_kronecker_factors(a, b) for a, b in zip(_plain(terms.A), _plain(terms.B), strict=True)]
-    of_term = torch.tensor([k for k, (u, _) in enumerate(pairs) for _ in range(u.shape[1])], dtype=torch.int64)
+    term_index = torch.tensor([k for k, (u, _) in enumerate(pairs) for _ in range(u.shape[1])], dtype=torch.int64)
     return Twin(
         torch.cat([u for u, _ in pairs], dim=1),
         torch.cat([v for _, v in pairs], dim=1),
-        lambda applied: (applied[:, :-1] * applied[:, -1:])[:, of_term],
+        lambda applied: (applied[:, :-1] * applied[:, -1:])[:, term_index],
     )
 
 
 def rank_of(twin: Twin, core: Tensor) -> int:
-    """Return how many singular values of U M V^T are more than rounding."""
+    """Return the numerical rank of U M V^T."""
     r_u, r_v = (torch.linalg.qr(factor, mode="r").R for factor in (twin.U, twin.V))
     values = torch.linalg.svdvals(r_u @ core @ r_v.T)
     return int((values > 1e-9 * values.amax()).sum()) if values.numel() else 0
 
 
 def cut_to(twin: Twin, core: Tensor, rank: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the nearest to U M V^T of a rank: its own M `[r, r]`, and factors A `[rank, in]` and B `[out, rank]` that
-    are equally large, with zeros where it has fewer directions.
-    """
+    """Return the best approximation of U M V^T by a rank: M `[r, r]`, balanced A `[rank, in]` and B `[out, rank]`."""
     (q_u, r_u), (q_v, r_v) = torch.linalg.qr(twin.U), torch.linalg.qr(twin.V)
     left, values, right = torch.linalg.svd(r_u @ core @ r_v.T, full_matrices=False)
     left, values, right = left[:, :rank], values[:rank], right[:rank]
@@ -108,12 +106,12 @@ def _plain(tensor: Tensor) -> Tensor:
 
 
 def _kronecker_factors(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    """Return U `[out, r]` and V `[in, r]` with `U V^T = A (x) B`: r is the product of their ranks."""
+    """U `[out, r]` and V `[in, r]` with `U V^T = A (x) B`."""
     (u_a, v_a), (u_b, v_b) = _singular(a), _singular(b)
     return torch.kron(u_a, u_b), torch.kron(v_a, v_b)
 
 
 def _singular(matrix: Tensor) -> tuple[Tensor, Tensor]:
     u, values, v = torch.linalg.svd(matrix, full_matrices=False)
-    kept = values > values.amax() * 1e-12
-    return u[:, kept] * values[kept], v[kept].T
+    nonzero = values > values.amax() * 1e-12
+    return u[:, nonzero] * values[nonzero], v[nonzero].T

@@ -1,11 +1,10 @@
-"""The generated update of one site: `scale * ((x V) * c) U^T`, by explicit implementations that agree.
+"""The generated update of one site, `scale * ((x V) * c) U^T`.
 
     delta = generated_update(x, V, U, codes, scale, impl="reference")                   # [M, out]
-    # y + the same; rows with all |c| <= eps keep y
     output = generated_update(x, V, U, codes, scale, base=y, eps=0.01, impl="triton")
-    choose_impl("auto", devices, config)                                    # ("triton", why), where that runs
+    choose_impl("auto", devices, config)                                    # ("triton", why), if that runs
 
-`reference` is eager torch. `triton` is one fused kernel. Both compute in fp32 (fp64 stays fp64) and round once.
+`reference` is eager torch, `triton` one fused kernel. Both compute in fp32 (fp64 stays fp64) and round once.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from probemon.errors import ConfigError, KernelUnavailable
 
 LOG = logging.getLogger("probemon")
 IMPLS = ("reference", "triton")
-MOST_RANK, MOST_WIDTH = 64, 1024  # that the kernels have; here, so that choosing needs no Triton
+MOST_RANK, MOST_WIDTH = 64, 1024  # of the kernels; here, to need no Triton
 
 
 def reference(
@@ -38,12 +37,12 @@ def reference(
     eps: float | None = None,
 ) -> Tensor:
     """As `generated_update`, in eager torch."""
-    if eps:  # of eps = 0 nothing is left out: what is computed of codes of zero is zero, and they have a gradient
-        # Not abs > eps: a NaN is not left out, so that it is seen.
+    if eps:  # at 0, codes of zero keep a gradient
+        # Not abs > eps: a NaN must stay visible.
         rows = (~(codes.abs() <= eps).all(dim=1)).nonzero()[:, 0]
         if len(rows) < len(x):
-            kept = x.new_zeros(len(x), len(U)) if base is None else base
-            return kept.index_copy(
+            unchanged = x.new_zeros(len(x), len(U)) if base is None else base
+            return unchanged.index_copy(
                 0, rows, reference(x[rows], V, U, codes[rows], scale, base=None if base is None else base[rows])
             )
     narrow = x.dtype if base is None else base.dtype
@@ -57,11 +56,11 @@ def reference(
 
 
 def check_update_impl(impl: str, device: torch.device) -> None:
-    """Raise `ConfigError` or `KernelUnavailable` where `impl` cannot run on `device`."""
+    """Raise `ConfigError` or `KernelUnavailable` if `impl` cannot run on `device`."""
     if impl not in IMPLS:
         raise ConfigError(f"impl {impl!r}: expected one of {', '.join(IMPLS)}; attach_bem takes 'auto' too")
     if impl == "triton":
-        remedy = "use impl='reference' (of attach_bem, impl='auto' takes what runs)"
+        remedy = "use impl='reference' (attach_bem's impl='auto' takes what runs)"
         if importlib.util.find_spec("triton") is None:
             raise KernelUnavailable(f"impl='triton' needs triton, which is published for Linux only: {remedy}")
         if device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
@@ -82,19 +81,19 @@ def generated_update(
     eps: float | None = None,
     impl: str = "reference",
 ) -> Tensor:
-    """Return the updates `[M, out]` of x `[M, in]` by V `[in, r]`, U `[out, r]` and codes `[M, r]`, in the dtype of x;
-    with `base [M, out]`, base plus them, in its dtype.
+    """Return the updates `[M, out]` of x `[M, in]` by V `[in, r]`, U `[out, r]` and codes `[M, r]`, in x's dtype.
 
-    With `eps` over 0, rows of which every `|c| <= eps` are left out: their update is zero, and has no gradient. This
-    changes a row by at most `scale * |U| |V| * eps * |x|`, with spectral norms of U and V and Euclidean ones of the
-    row and of x, for `diag(c)` has a spectral norm of at most eps. An eps of 0 changes nothing. On a GPU the reference
-    then waits for the number of rows. Raises `ConfigError`, `KernelUnavailable`.
+    `base [M, out]`: added, and gives the dtype.
+    `eps`: if over 0, rows with every `|c| <= eps` get no update and no gradient: an error of at most `scale * |U| |V|
+    * eps * |x|` (spectral norms). On a GPU the reference then waits.
+
+    Raises `ConfigError`, `KernelUnavailable`.
     """
     if impl == "reference":
         return reference(x, V, U, codes, scale, base=base, eps=eps)
     check_update_impl(impl, V.device)
     kernel = importlib.import_module("probemon.adapters.bem.kernels.update").generated_update  # here: it imports Triton
-    # With eps of 0 it leaves out rows of zeros, which is exact, and gives their codes the gradient that they have.
+    # With eps 0 it skips zeros, but gives their codes gradients.
     # Under autocast a base is narrower than its x.
     x = x if base is None else x.to(base.dtype)
     update: Tensor = kernel(x, V, U, codes, scale, base=base, eps=eps or 0.0)
@@ -102,10 +101,8 @@ def generated_update(
 
 
 def choose_impl(impl: str, devices: Sequence[torch.device], config: BemConfig) -> tuple[str, str]:
-    """Choose what computes the updates of sites on `devices`; return it, and why. "auto" takes the kernel where every
-    site is on a GPU and a trial of it runs.
-
-    Any other is taken as it is. Raises `ConfigError`, `KernelUnavailable` for one that cannot run; "auto" always can.
+    """Return the implementation for sites on `devices`, and why; "auto" tries the kernel. Raises `ConfigError`,
+    `KernelUnavailable` for one that cannot run.
     """
     if config.form != "low_rank":
         only = f"updates of form {config.form!r} have no kernel"
@@ -140,6 +137,6 @@ def _best_impl(devices: Sequence[torch.device]) -> tuple[str, str]:
             generated_update(x, v.T.contiguous(), v.T.contiguous(), codes, 1.0, impl="triton").sum().item()
         except KernelUnavailable as error:
             return "reference", str(error)
-        except Exception as error:  # a compiler that is not there, a driver that is too old: each raises something else
+        except Exception as error:  # a missing compiler, an old driver
             return "reference", f"the kernel does not run on {device}: {type(error).__name__}: {error}"
-    return "triton", "every site is on a GPU, where the kernel runs"
+    return "triton", "every site is on a GPU, and the kernel runs"

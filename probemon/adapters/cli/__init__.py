@@ -15,7 +15,7 @@ COMMANDS = (
 
 
 def followers_of_view(model: Any) -> list[Any]:
-    """Return what shows which tokens a model's memories read, where it has any."""
+    """Return the followers that show which tokens the model's memories read, if it has any."""
     from probemon.adapters.routing.recorder import Routing
     from probemon.adapters.routing.slot_memories import slot_memories
     from probemon.host.model import unwrap

@@ -1,4 +1,4 @@
-"""The commands of routed adapters under one name: bem train, bem eval, bem distil, bem inspect."""
+"""Commands for routed adapters: bem train, bem eval, bem distil and bem inspect."""
 
 from __future__ import annotations
 

@@ -25,10 +25,10 @@ def distil(
     data: Data,
     out: Annotated[Path, typer.Option(help="The LoRA's folder, in PEFT's format, that is not there yet.")],
     steps: Annotated[
-        int, typer.Option(help="Steps of training towards what the adapter says; 0: the LoRA that is nearest.")
+        int, typer.Option(help="Steps of training towards the adapter's outputs; 0: the LoRA that is nearest.")
     ] = 0,
     rank: Annotated[
-        int, typer.Option(help="The LoRA's rank; 0 for the adapter's, or the least that says all of another form.")
+        int, typer.Option(help="The LoRA's rank; 0 for the adapter's, or the least that is exact for another form.")
     ] = 0,
     labels: Annotated[float, typer.Option(help="With --steps: how much DATA's own labels count, 0 to 1.")] = 0.0,
     lr: Annotated[float, typer.Option(help="With --steps: the highest learning rate.")] = 1e-2,
@@ -39,9 +39,9 @@ def distil(
     threads: opt.Threads = 0,
     as_json: opt.AsJson = False,
 ) -> None:
-    """Make one static LoRA of ADAPTER, for hosts and servers that know nothing of routing. DATA is what it is used on.
+    """Make one static LoRA of ADAPTER, for servers that cannot route. DATA is typical input.
 
-    What of the adapter's work is lost is said; of one that routes much, much is.
+    The loss is reported; an adapter that routes much loses much.
     """
     from probemon.adapters.bem import attach_bem
     from probemon.adapters.bem.distil import distil as nearest_lora
@@ -55,7 +55,7 @@ def distil(
     if steps < 0 or rank < 0:
         raise ConfigError(f"--steps is {steps}, --rank {rank}: give 0 or more")
     if not steps and labels:
-        raise ConfigError("--labels is of a trained LoRA: give --steps too")
+        raise ConfigError("--labels is for a trained LoRA: give --steps too")
     if not 0 <= labels <= 1:
         raise ConfigError(f"--labels is {labels}: give 0 to 1")
     settings = TrainSettings(n_steps=max(1, steps), lr=lr, n_warmup=min(10, steps // 10))
@@ -64,19 +64,19 @@ def distil(
     use_threads(threads)
     check_has_twin(read_saved(adapter).config)
     rows = read(data)
-    host, tokenizer = load_aloud(model, device, dtype)
+    loaded_model, tokenizer = load_aloud(model, device, dtype)
     lessons, _ = rows.lessons(tokenizer, most_tokens)
     batches = [
-        {key: tensor.to(host.device) for key, tensor in one.items()}
+        {key: tensor.to(loaded_model.device) for key, tensor in one.items()}
         for one in make_batches(lessons, batch, pad_of(tokenizer))
     ]
-    with attach_bem(host, adapter) as bem:
+    with attach_bem(loaded_model, adapter) as bem:
         nearest = nearest_lora(bem, batches, rank=rank or None)
         lora = nearest
         if steps:
             lora, _ = distil_trained(bem, batches, settings, rank=rank or None, labels=labels)
     lora.save(out)
-    told = {
+    result = {
         "lora": str(out),
         "method": lora.method,
         "rank": lora.rank,
@@ -85,7 +85,7 @@ def distil(
         "start": lora.start,
     }
     if as_json:
-        answer(told)
+        answer(result)
         return
     say(f"{out}: a LoRA of rank {lora.rank} for {len(lora.factors)} layers, {lora.method}")
     say(f"the nearest LoRA loses {100 * (nearest.error or 0.0):.1f} % of the squared update on this data")

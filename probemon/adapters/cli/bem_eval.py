@@ -29,9 +29,9 @@ def evaluate(
     threads: opt.Threads = 0,
     as_json: opt.AsJson = False,
 ) -> None:
-    """Measure ADAPTER on DATA beside the bare MODEL: losses, and an interval of their difference by document.
+    """Measure the losses of ADAPTER and of the bare MODEL on DATA, with an interval of their difference by document.
 
-    Of rows that trained the adapter this says nothing: give others.
+    Give rows that did not train the adapter.
     """
     from probemon.adapters.bem import attach_bem
     from probemon.adapters.bem.evaluation.held_out import measure
@@ -42,13 +42,13 @@ def evaluate(
     use_threads(threads)
     read_saved(adapter)
     rows = read(data)
-    host, tokenizer = load_aloud(model, device, dtype)
+    loaded_model, tokenizer = load_aloud(model, device, dtype)
     lessons, documents = rows.lessons(tokenizer, most_tokens)
     batches = [
-        {key: tensor.to(host.device) for key, tensor in one.items()}
+        {key: tensor.to(loaded_model.device) for key, tensor in one.items()}
         for one in make_batches(lessons, batch, pad_of(tokenizer))
     ]
-    with attach_bem(host, adapter) as bem, progress_bar("eval", total=len(lessons), unit="row") as bar:
+    with attach_bem(loaded_model, adapter) as bem, progress_bar("eval", total=len(lessons), unit="row") as bar:
         measured = measure(bem, batches, documents, bar.update)
     if as_json:
         answer({"adapter": str(adapter), **as_dict(measured)})

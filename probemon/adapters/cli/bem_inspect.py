@@ -29,41 +29,40 @@ _BARS = "▁▂▃▄▅▆▇█"
 
 def inspect(
     adapter: Adapter,
-    model: Annotated[str, typer.Option(help="Its host: a folder, a hub name or demo. Needed to see codes.")] = "",
+    model: Annotated[str, typer.Option(help="Its model: a folder, a hub name or demo. Needed to see codes.")] = "",
     text: Annotated[str, typer.Option(help="A text, whose codes are shown token by token.")] = "",
     dtype: opt.Dtype = "auto",
     device: opt.Device = "cpu",
     threads: opt.Threads = 0,
     as_json: opt.AsJson = False,
 ) -> None:
-    """Show what ADAPTER is: its settings, sites and trainable numbers; with --model and --text which words took which
-    codes.
-    """
+    """Show ADAPTER's settings, sites and trainable numbers; with --model and --text also the code of each token."""
     from probemon.adapters.bem.saved import read_saved
 
     if text.strip() and not model:
-        raise ConfigError("--text needs the host that reads it: give --model too")
+        raise ConfigError("--text needs the model that reads it: give --model too")
     use_threads(threads)
     saved = read_saved(adapter)
-    told = described(saved)
+    description = described(saved)
     tokens: list[dict[str, Any]] = []
     if model:
-        host, tokenizer = load_aloud(model, device, dtype)
-        n_host = sum(parameter.numel() for parameter in host.parameters())
-        told["share_of_host"] = told["trainable"] / n_host
+        loaded_model, tokenizer = load_aloud(model, device, dtype)
+        n_model_parameters = sum(parameter.numel() for parameter in loaded_model.parameters())
+        description["share_of_host"] = description["trainable"] / n_model_parameters
         if text.strip():
-            tokens = told["tokens"] = codes_of(host, tokenizer, adapter, text)
+            tokens = description["tokens"] = codes_of(loaded_model, tokenizer, adapter, text)
     if as_json:
-        answer(told)
+        answer(description)
         return
-    config = told["config"]
-    share = f", {100 * told['share_of_host']:.2f} % of the host's" if model else ""
+    config = description["config"]
+    share = f", {100 * description['share_of_host']:.2f} % of the model's" if model else ""
     say(
-        f"{adapter}: {size_of(saved.config)} for {told['host']['model']}"
-        f" ({told['host']['n_layers']} layers of {told['host']['hidden_size']})",
-        f"{told['trainable']:,} trainable numbers{share}: controller {told['of_controller']:,},"
-        f" updates {told['of_updates']:,}{', in a byte each' if told['int8'] else ''}{_levels(told)}",
-        f"sites: {_in_words(told['host']['sites'])}",
+        f"{adapter}: {size_of(saved.config)} for {description['host']['model']}"
+        f" ({description['host']['n_layers']} layers of {description['host']['hidden_size']})",
+        f"{description['trainable']:,} trainable numbers{share}: controller {description['of_controller']:,},"
+        f" updates {description['of_updates']:,}{', in a byte each' if description['int8'] else ''}"
+        f"{_levels(description)}",
+        f"sites: {_in_words(description['host']['sites'])}",
         f"level {config['level']}, chunks of {config['chunk_tokens']} tokens",
         f"limits: singular values {config['spectral_cap']}, all updates together {config['trust_region']}",
     )
@@ -72,7 +71,7 @@ def inspect(
 
 
 def described(saved: Saved) -> dict[str, Any]:
-    """Return what a saved adapter is, for JSON."""
+    """Return a saved adapter's settings and sizes."""
     from dataclasses import asdict
 
     sizes = {"controller": 0, "updates": 0, "levels": 0}
@@ -91,8 +90,9 @@ def described(saved: Saved) -> dict[str, Any]:
 
 
 def codes_of(host: Any, tokenizer: Any, adapter: Any, text: str) -> list[dict[str, Any]]:
-    """Return each token of a text with the code that attention outputs and MLPs took (where these have learned levels
-    of their own, that of the level which most have chosen), and how sure that was.
+    """Return each token of a text with its code and confidence, at attention outputs and MLPs.
+
+    With learned levels, codes are of the level that most sites chose.
     """
     import torch
 
@@ -112,7 +112,7 @@ def codes_of(host: Any, tokenizer: Any, adapter: Any, text: str) -> list[dict[st
         shown, levels = codes.of(most)[0], [name] * ids.shape[1]
     else:
         taken = codes_taken(bem, codes)
-        shown = taken[min(taken)][0]  # of attention outputs and MLPs, where there are any
+        shown = taken[min(taken)][0]  # attention outputs and MLPs, if there are any
         levels = ["chunk" if min(taken) else LEVELS[level] for level in codes.level[0].tolist()]
     return [
         {
@@ -126,15 +126,15 @@ def codes_of(host: Any, tokenizer: Any, adapter: Any, text: str) -> list[dict[st
 
 
 def size_of(config: BemConfig) -> str:
-    """Return the form of an adapter and how large its codes are, in words."""
+    """Return an adapter's form and code size, in words."""
     if config.form == "kronecker":
         return f"kronecker of {config.terms} {'term' if config.terms == 1 else 'terms'}"
-    own = {"head_groups": f" in each of {config.groups} groups", "rank_mask": f", {config.active} of them active"}
-    return f"{config.form} of rank {config.rank}{own.get(config.form, '')}"
+    details = {"head_groups": f" in each of {config.groups} groups", "rank_mask": f", {config.active} of them active"}
+    return f"{config.form} of rank {config.rank}{details.get(config.form, '')}"
 
 
-def _levels(told: dict[str, Any]) -> str:
-    return f", levels {told['of_levels']}" if told["of_levels"] else ""
+def _levels(description: dict[str, Any]) -> str:
+    return f", levels {description['of_levels']}" if description["of_levels"] else ""
 
 
 def _in_words(sites: dict[str, Any]) -> str:
@@ -180,5 +180,5 @@ def _bars(code: list[float], least: list[float], most: list[float]) -> Text:
     shares = [
         (value - low) / (high - low) if high > low else 0.5 for value, low, high in zip(code, least, most, strict=True)
     ]
-    more = f" and {len(code) - _SHOWN} more" if len(code) > _SHOWN else ""
-    return Text("".join(_BARS[min(7, int(8 * share))] for share in shares[:_SHOWN]) + more)
+    suffix = f" and {len(code) - _SHOWN} more" if len(code) > _SHOWN else ""
+    return Text("".join(_BARS[min(7, int(8 * share))] for share in shares[:_SHOWN]) + suffix)

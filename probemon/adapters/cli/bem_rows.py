@@ -1,7 +1,7 @@
-"""What the commands of bem read: rows of texts, answers and chats, which documents they are of, and their tokens.
+"""Input of the bem commands: rows of texts, answers and chats.
 
-rows = read(["sums.jsonl"], group_field="group")           # checked, before a model is loaded
-lessons, left_out = rows.lessons(tokenizer, most_tokens=512)
+rows = read(["sums.jsonl"])                                # checked, before a model is loaded
+lessons, documents = rows.lessons(tokenizer, most_tokens=512)
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ BatchRows = Annotated[int, typer.Option("--batch", help="Rows of a batch.")]
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows with where they stand, and the number of the document that each is of."""
+    """Rows with their places in files, and the number of each row's document."""
 
     rows: Sequence[tuple[str, Mapping[str, Any]]]
     documents: Sequence[int]
 
     def lessons(self, tokenizer: Any, most_tokens: int) -> tuple[list[Lesson], list[int]]:
-        """Return rows as tokens, with the documents they are of. Rows with nothing to predict are left out, which is
-        said on stderr. Raises `ConfigError` where none is left.
+        """Return rows as tokens, and their documents. Reports rows left out on stderr. Raises `ConfigError` if none is
+        left.
         """
         from probemon.adapters.bem.lessons import make_lesson
 
@@ -78,7 +78,7 @@ def read(files: Sequence[str]) -> Rows:
 
 
 def check_sizes(most_tokens: int, batch: int) -> None:
-    """Raise `ConfigError` for a row of no tokens, or a batch of no rows."""
+    """Raise `ConfigError` for too small a row or batch."""
     if most_tokens < 2:
         raise ConfigError(f"--most-tokens is {most_tokens}: give 2 or more")
     if batch < 1:
@@ -86,7 +86,7 @@ def check_sizes(most_tokens: int, batch: int) -> None:
 
 
 def pad_of(tokenizer: Any) -> int:
-    """Return a token for padding, which no mask shows."""
+    """Return a token id for padding."""
     ids = (tokenizer.pad_token_id, tokenizer.eos_token_id, 0)
     return next(int(id) for id in ids if id is not None)
 
@@ -106,7 +106,7 @@ def as_dict(measured: HeldOut) -> dict[str, Any]:
 
 
 def say_measured(measured: HeldOut) -> None:
-    """Print held-out losses, and what of them can be trusted."""
+    """Print held-out losses and their interval."""
     if measured.low is None or measured.high is None:
         why = "two documents or more" if measured.n_documents < 2 else "SciPy (pip install scipy)"
         interval = f"no interval: it needs {why}"
@@ -114,7 +114,7 @@ def say_measured(measured: HeldOut) -> None:
         interval = f"95 % by document: {measured.low:+.4f} to {measured.high:+.4f}"
     say(
         f"held out: {measured.n_documents} documents, {measured.n_labels:,} labels",
-        f"  with the adapter {measured.loss:.4f} nats a label, the bare host {measured.bare_loss:.4f}",
+        f"  with the adapter {measured.loss:.4f} nats a label, the bare model {measured.bare_loss:.4f}",
         f"  difference {measured.difference:+.4f} ({interval}); better on {measured.n_better} of"
         f" {measured.n_documents} documents",
     )

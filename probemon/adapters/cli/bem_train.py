@@ -31,22 +31,20 @@ if TYPE_CHECKING:
     from probemon.adapters.bem.losses import Batch, LossWeights
     from probemon.adapters.bem.training import TrainSettings
 
-_CHOOSE = 0.1  # of the documents
+_CHOOSE = 0.1  # share of the documents
 _UNFINISHED, _RECORD = "unfinished.json", "training.json"
 
 
 def train(
     model: opt.Model,
     data: Data,
-    out: Annotated[Path, typer.Option(help="The adapter's folder. One with an unfinished training is gone on with.")],
-    form: Annotated[
-        str, typer.Option(help="What a code makes of a layer: low_rank, film, ... (docs/bem.md).")
-    ] = "low_rank",
+    out: Annotated[Path, typer.Option(help="The adapter's folder. An unfinished training in it is continued.")],
+    form: Annotated[str, typer.Option(help="Form of the update: low_rank, film, ... (docs/bem-rows.md).")] = "low_rank",
     rank: Annotated[int, typer.Option(help="Numbers of a code.")] = 8,
     sites: Annotated[str, typer.Option(help="Kinds of layers, some of q,k,v,o,down.")] = "o,down",
-    layers: Annotated[str, typer.Option(help="Host layers, as 8,12,16 or 20-29; all: every one.")] = "all",
+    layers: Annotated[str, typer.Option(help="Layers of the model, as 8,12,16 or 20-29; all: every one.")] = "all",
     level: Annotated[
-        str, typer.Option(help="What codes follow: position, auto, energy, learned, prefix, chunk or token.")
+        str, typer.Option(help="Level of the codes: position, auto, energy, learned, prefix, chunk or token.")
     ] = "position",
     more: Annotated[
         list[str] | None,
@@ -63,21 +61,23 @@ def train(
     ] = "",
     epochs: Annotated[float, typer.Option(help="How often each row is learned from.")] = 3.0,
     lr: Annotated[float, typer.Option(help="The highest learning rate.")] = 2e-3,
-    kl: Annotated[float, typer.Option(help="What staying near the bare host counts.")] = 0.05,
+    kl: Annotated[float, typer.Option(help="Weight of staying near the bare model.")] = 0.05,
     batch: BatchRows = 8,
     most_tokens: MostTokens = 512,
-    held_out: Annotated[float, typer.Option(help="Share of the documents that only measures, in the end.")] = 0.2,
+    held_out: Annotated[
+        float, typer.Option(help="Share of the documents that are held out for the final measurement.")
+    ] = 0.2,
     evaluate_every: Annotated[
-        int, typer.Option(help="Steps between looks at the documents that choose; each writes a checkpoint.")
+        int, typer.Option(help="Steps between evaluations on the documents that choose; each writes a checkpoint.")
     ] = 20,
-    patience: Annotated[int, typer.Option(help="Looks without a lower loss after which training stops.")] = 5,
-    seed: Annotated[int, typer.Option(help="Of parameters, of the split and of the order of rows.")] = 0,
+    patience: Annotated[int, typer.Option(help="Evaluations without a lower loss after which training stops.")] = 5,
+    seed: Annotated[int, typer.Option(help="Seed of parameters, of the split and of the order of rows.")] = 0,
     dtype: opt.Dtype = "auto",
     device: opt.Device = "cpu",
     threads: opt.Threads = 0,
     as_json: opt.AsJson = False,
 ) -> None:
-    """Train a routed adapter on DATA, and measure it on documents that neither trained nor chose anything.
+    """Train a routed adapter on DATA and measure it on held-out documents.
 
     Whole documents are split: most train, a tenth choose when to stop, the rest is held out. After a kill the same
     command goes on from its last checkpoint.
@@ -112,41 +112,44 @@ def train(
     use_threads(threads)
     rows = read(data)
     shares = {"train": 1 - held_out - _CHOOSE, "choose": _CHOOSE, "test": held_out}
-    split(rows.documents, shares, seed=seed)  # too few show before the model is loaded
-    host, tokenizer = load_aloud(model, device, dtype)
-    config, n_trainable, n_host = solved(host, config, budget)
+    split(rows.documents, shares, seed=seed)  # raises before the model is loaded
+    loaded_model, tokenizer = load_aloud(model, device, dtype)
+    config, n_trainable, n_model_parameters = solved(loaded_model, config, budget)
     lessons, documents = rows.lessons(tokenizer, most_tokens)
     parts = split(documents, shares, seed=seed)
     pad = pad_of(tokenizer)
     batches = {
         name: [
-            {key: tensor.to(host.device) for key, tensor in one.items()}
+            {key: tensor.to(loaded_model.device) for key, tensor in one.items()}
             for one in make_batches([lessons[i] for i in part], batch, pad)
         ]
         for name, part in parts.items()
     }
     n_steps = math.ceil(epochs * len(batches["train"]))
     settings = TrainSettings(n_steps=n_steps, lr=lr, n_warmup=min(10, n_steps // 10), seed=seed)
-    with attach_bem(host, config) as bem:
+    with attach_bem(loaded_model, config) as bem:
         looks = _Looks(batches["choose"], evaluate_every, patience)
         course = _train(bem, batches["train"], settings, weights, looks, out, quiet=as_json)
         with progress_bar("held out", total=len(parts["test"]), unit="row") as bar:
             measured = measure(bem, batches["test"], [documents[i] for i in parts["test"]], bar.update)
-    told = {
+    result = {
         "adapter": str(out),
         "trainable": n_trainable,
-        "share_of_host": n_trainable / n_host,
+        "share_of_host": n_trainable / n_model_parameters,
         "rows": {name: len(part) for name, part in parts.items()},
         **{name: value for name, value in course.items() if name not in ("losses", "chosen_by")},
         "held_out": as_dict(measured),
     }
     if as_json:
-        answer(told)
+        answer(result)
         return
-    of_host = f"{n_trainable:,} trainable numbers, {100 * n_trainable / n_host:.2f} % of the host's {n_host:,}"
+    size_text = (
+        f"{n_trainable:,} trainable numbers, {100 * n_trainable / n_model_parameters:.2f} % of the model's"
+        f" {n_model_parameters:,}"
+    )
     stopped = "stopped early" if course["stopped_early"] else "every step done"
     say(
-        f"{out}: {size_of(config)} at {len(bem.sites)} sites, {of_host}",
+        f"{out}: {size_of(config)} at {len(bem.sites)} sites, {size_text}",
         f"{course['n_steps']} steps ({stopped}); the best is that after step {course['best_step'] + 1}",
     )
     say_measured(measured)
@@ -154,9 +157,7 @@ def train(
 
 @dataclass(frozen=True)
 class _Looks:
-    """Batches that choose the best parameters and when to stop: looked at every so many steps, until the loss has not
-    fallen for `patience` looks.
-    """
+    """Batches that choose the best parameters, evaluated every `every` steps."""
 
     batches: Sequence[Batch]
     every: int
@@ -173,9 +174,9 @@ def _train(
     *,
     quiet: bool,
 ) -> dict[str, Any]:
-    """Train by transformers' Trainer, from the last checkpoint in `out` if it has one, save the best adapter there and
-    return what happened. Raises `BemFileError` for checkpoints of another training, `BemError` for a loss that is not
-    finite, `MissingExtra`.
+    """Train by transformers' Trainer, from the last checkpoint in `out`, and save the best adapter there.
+
+    Raises `BemFileError` for checkpoints of another training, `BemError` if a loss is not finite, `MissingExtra`.
     """
     import torch
     from transformers import EarlyStoppingCallback, PrinterCallback, Trainer, TrainerCallback, TrainingArguments
@@ -183,7 +184,7 @@ def _train(
     from probemon.adapters.bem.training import Objective, evaluate, parameter_groups
 
     class ByLoss(Trainer):
-        """A Trainer that chooses by the loss of labels, each counted once, and stops where a loss is no number."""
+        """Evaluates by the mean loss of labels, and stops if a loss is not finite."""
 
         def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
             loss = super().training_step(*args, **kwargs)
@@ -238,7 +239,7 @@ def _train(
         )
     except ImportError as error:
         raise MissingExtra("bem train needs accelerate: pip install 'probemon[bem]'") from error
-    if arguments.n_gpu > 1:  # the Trainer would copy the adapter to each, and the host stays where it is
+    if arguments.n_gpu > 1:  # the Trainer would copy only the adapter
         raise ConfigError(f"{arguments.n_gpu} GPUs are visible, and an adapter learns on one: set CUDA_VISIBLE_DEVICES")
     optimiser = torch.optim.AdamW(parameter_groups(bem, settings), weight_decay=settings.weight_decay)
     trainer = ByLoss(
@@ -284,13 +285,17 @@ def _check_unfinished(
     looks: _Looks,
     out: Path,
 ) -> None:
-    """Note in `out` what is trained there, or raise `BemFileError` where that is something else: the Trainer would go
-    on from its checkpoints all the same.
-    """
+    """Note in `out` what is trained there. Raises `BemFileError` if it is another training."""
     from probemon.adapters.bem.saved import describe, make_folder
 
-    stated = [describe(bem.config, bem.host, bem.sites), asdict(settings), asdict(weights), looks.every, looks.patience]
-    digest = hashlib.sha256(json.dumps(stated, sort_keys=True).encode())
+    identity_parts = [
+        describe(bem.config, bem.host, bem.sites),
+        asdict(settings),
+        asdict(weights),
+        looks.every,
+        looks.patience,
+    ]
+    digest = hashlib.sha256(json.dumps(identity_parts, sort_keys=True).encode())
     for batch in batches:
         digest.update(json.dumps({name: tensor.tolist() for name, tensor in sorted(batch.items())}).encode())
     note, path = json.dumps({"identity": digest.hexdigest()}) + "\n", out / _UNFINISHED
@@ -299,13 +304,13 @@ def _check_unfinished(
         write_text_atomically(path, note)
     elif path.read_text(encoding="utf-8") != note:
         raise BemFileError(
-            f"{out} has a training of other data, settings, host or adapter: give another folder, or remove it to begin"
-            " again"
+            f"{out} has a training of other data, settings, model or adapter: give another folder, or remove it to"
+            " begin again"
         )
 
 
 def _last_checkpoint(out: Path) -> Path | None:
-    """Return the newest checkpoint that is whole: a kill may have come while one was written, its state last."""
+    """The newest complete checkpoint: a kill may leave a partial one."""
     for folder in sorted(out.glob("checkpoint-*"), key=_step_of, reverse=True):
         try:
             json.loads((folder / "trainer_state.json").read_text(encoding="utf-8"))
@@ -320,7 +325,7 @@ def _step_of(checkpoint: Path) -> int:
 
 
 def other_settings(given: list[str]) -> dict[str, Any]:
-    """Return settings by name, with values as JSON has them. Raises `ConfigError`."""
+    """Return settings by name, parsed as JSON. Raises `ConfigError`."""
     settings = dict[str, Any]()
     for text in given:
         name, equals, value = text.partition("=")
@@ -337,7 +342,7 @@ def other_settings(given: list[str]) -> dict[str, Any]:
 
 
 def layers_of(text: str) -> tuple[int, ...] | None:
-    """Return layers as they are given, None for all. Raises `ConfigError`."""
+    """Return layer numbers, None for all. Raises `ConfigError`."""
     if text == "all":
         return None
     layers = list[int]()
@@ -353,7 +358,7 @@ def layers_of(text: str) -> tuple[int, ...] | None:
 
 
 def check_budget(budget: str) -> float | int | None:
-    """Return a budget, a share of the host as a float, None for none. Raises `ConfigError`."""
+    """Return a number, a share of the model as a float, or None. Raises `ConfigError`."""
     if not budget:
         return None
     try:
@@ -366,19 +371,19 @@ def check_budget(budget: str) -> float | int | None:
 
 
 def solved(host: Any, config: BemConfig, budget: str) -> tuple[BemConfig, int, int]:
-    """Return the config, made to the budget if there is one, its trainable numbers, and those of the host."""
+    """Return the config, fitted to the budget, its trainable numbers, and the model's."""
     from probemon.adapters.bem.evaluation.budget import n_trainable, solve
 
-    n_host, wanted = sum(parameter.numel() for parameter in host.parameters()), check_budget(budget)
+    n_model_parameters, wanted = sum(parameter.numel() for parameter in host.parameters()), check_budget(budget)
     if wanted is None:
-        return config, n_trainable(host, config), n_host
-    found = solve(host, config, int(wanted * n_host) if isinstance(wanted, float) else wanted)
-    return found.config, found.n_trainable, n_host
+        return config, n_trainable(host, config), n_model_parameters
+    solution = solve(host, config, int(wanted * n_model_parameters) if isinstance(wanted, float) else wanted)
+    return solution.config, solution.n_trainable, n_model_parameters
 
 
 def check_folder(out: Path) -> None:
-    """Raise `ConfigError` where an adapter's folder is something else already."""
+    """Raise `ConfigError` unless the folder is new, empty, or an unfinished training."""
     if out.exists() and not out.is_dir():
-        raise ConfigError(f"--out is {out}, which is no folder: give another name")
+        raise ConfigError(f"--out is {out}, which is not a folder: give another name")
     if out.is_dir() and any(out.iterdir()) and not (out / _UNFINISHED).exists():
-        raise ConfigError(f"--out is {out}, which is there, and is no unfinished training: give another name")
+        raise ConfigError(f"--out is {out}, which exists and is not an unfinished training: give another name")

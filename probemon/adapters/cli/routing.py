@@ -60,16 +60,16 @@ def routing(
 
     check_device(device)
     use_threads(threads)
-    RoutingSettings(window=window)  # what is wrong with it, or with the adapter, shows before the model is loaded
+    RoutingSettings(window=window)  # a check before the model is loaded
     if bem is not None:
         from probemon.adapters.bem import attach_bem
         from probemon.adapters.bem.saved import read_saved
 
         read_saved(bem)
     sink = None if out is None else RoutingParquet(out) if out.suffix == ".parquet" else RoutingJsonLines(out)
-    host, tokenizer = load_aloud(model, device, dtype)
-    adapter = None if bem is None else attach_bem(host, bem)
-    monitor = RoutingMonitor(host, RoutingSettings(bem=adapter, states=states, window=window))
+    loaded_model, tokenizer = load_aloud(model, device, dtype)
+    adapter = None if bem is None else attach_bem(loaded_model, bem)
+    monitor = RoutingMonitor(loaded_model, RoutingSettings(bem=adapter, states=states, window=window))
     if sink is not None and not monitor.sources:
         raise ConfigError(f"--out is for decisions of routers, and {model} has none: --json has what its layers keep")
     console = terminal(soft_wrap=False, error=as_json)
@@ -83,7 +83,7 @@ def routing(
         view = LiveRouting(console, title=f"{model} routing")
     with view:
         n_generated = _generate(
-            host=host,
+            host=loaded_model,
             tokenizer=tokenizer,
             prompt=prompt,
             max_new_tokens=max_new_tokens,
@@ -104,7 +104,7 @@ def _generate(
 
     from probemon.monitor.stream import encode
 
-    class Ids(BaseStreamer):  # a token is put here before the forward that routes it
+    class Ids(BaseStreamer):  # gets a token before its forward
         def __init__(self) -> None:
             self.ids: list[int] = []
 
@@ -123,8 +123,8 @@ def _generate(
 
     if monitor.sources:
         monitor.listen(lambda placed, decisions, record: view.show(token, record, monitor.report))
-    elif monitor.recurrent is not None:  # beside routers they are in the tables alone
-        monitor.recurrent.listen(lambda row, placed, told: view.show_states(token, placed, told, monitor.report))
+    elif monitor.recurrent is not None:  # next to routers, only the tables show them
+        monitor.recurrent.listen(lambda row, placed, tallies: view.show_states(token, placed, tallies, monitor.report))
     monitor.on_alert(view.show_alert)
     with monitor:
         if sink is not None:

@@ -1,7 +1,7 @@
-"""The live view of routing: the text so far, each router's entropies and load, what recurrent layers keep, alerts.
+"""Live view of routing.
 
-with LiveRouting(console, title="...") as view:          # or PlainRouting, one line a token, for pipes
-    view.show(token, record, recorder.report)            # with every record; token: the text at a position
+with LiveRouting(console, title="...") as view:          # or PlainRouting, for pipes
+    view.show(token, record, recorder.report)            # token: the text at a position
     view.show_alert(alert)
 summary(console, recorder.report())
 """
@@ -27,9 +27,9 @@ from probemon.tracking.align import PlacedTokens
 from probemon.util.counted import counted
 
 _BAR = "▁▂▃▄▅▆▇█"
-_WIDE = 32  # bars of a load; more experts share them
-_ROUTERS = 3  # of one token, in a plain line
-# Heading, metric, and how it is written.
+_WIDE = 32  # bars; more experts share them
+_ROUTERS = 3  # a line
+# Heading, metric, format.
 _DISTRIBUTION = (
     ("decision", "decision_entropy", ".2f"), ("marginal", "marginal_entropy", ".2f"),
     ("MI", "mutual_information", ".2f"),
@@ -40,7 +40,7 @@ _CODES = (
     ("sure", "confidence", ".2f"),
     ("flips", "flip_rate", ".2f"), ("reused", "code_reuse_rate", ".1%"),
 )  # fmt: skip
-# Of recurrent layers, in tokens or as shares; and what is known where states are followed.
+# Recurrent layers; _FOLLOWED if states are followed.
 _STATES = (
     ("half-life", "half_life_p50", ".3g"), ("holds", "length_mean", ".1f"), ("step", "delta_p50", ".3g"),
     ("forgets", "forgets", ".1%"), ("keeps", "keeps", ".1%"), ("at limit", "at_limit", ".1%"),
@@ -52,7 +52,7 @@ Token = Callable[[int], str]
 
 
 class PlainRouting:
-    """One line a token, no control characters: for pipes and logs."""
+    """One line a token, for pipes and logs."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -64,7 +64,7 @@ class PlainRouting:
         pass
 
     def show(self, token: Callable[[int], str], record: RoutingRecord, report: Report) -> None:
-        """Print a line for each token: what the first routers chose, with their weights and entropy."""
+        """Print the first routers' choices, a line for each token."""
         decisions = list(record.lines())
         for position in sorted({line["pos_start"] for line in decisions}):
             lines = [line for line in decisions if line["pos_start"] == position]
@@ -74,15 +74,15 @@ class PlainRouting:
             self._print(f"{position:>4}  {printable(token(position)):<14} {'; '.join(parts)}")
 
     def show_states(self, token: Token, placed: PlacedTokens, told: Mapping[str, Told], report: Report) -> None:
-        """Print a line for each token: how many tokens the first recurrent layers hold, and where they forgot all."""
+        """Print the reach of the first recurrent layers, a line for each token."""
         for i, position in enumerate(placed.columns.tolist()):
-            parts = [part for names, of_layers in told.items() for part in _reaches(names.split(), of_layers, i)]
+            parts = [part for names, tally in told.items() for part in _reaches(names.split(), tally, i)]
             if len(parts) > _ROUTERS:
                 parts = [*parts[:_ROUTERS], f"and {len(parts) - _ROUTERS} more layers"]
             self._print(f"{position:>4}  {printable(token(position)):<14} {'; '.join(parts)}")
 
     def show_alert(self, alert: Alert) -> None:
-        """Print an alert that was raised or cleared, in a line of its own."""
+        """Print an alert."""
         self._print(f"alert: {alert}")
 
     def _print(self, line: str) -> None:
@@ -90,7 +90,7 @@ class PlainRouting:
 
 
 class LiveRouting:
-    """The text so far, below it a table of routers, below that the costs and the alerts that hold."""
+    """The text so far, a table of routers, costs and alerts."""
 
     def __init__(self, console: Console, *, title: str) -> None:
         self._console, self._title = console, Text(harmless(title))
@@ -108,7 +108,7 @@ class LiveRouting:
         self._live.__exit__(kind, error, trace)
 
     def show(self, token: Callable[[int], str], record: RoutingRecord, report: Report) -> None:
-        """Show what is known now, with the text to the newest token."""
+        """Update text and tables."""
         positions = {int(p) + i for p, n in zip(record.pos_start, record.n_tokens, strict=True) for i in range(n)}
         for position in sorted(positions - self._shown):
             self._shown.add(position)
@@ -116,15 +116,15 @@ class LiveRouting:
         self._live.update(self.render(report()), refresh=True)
 
     def show_states(self, token: Token, placed: PlacedTokens, told: Mapping[str, Told], report: Report) -> None:
-        """Show what is known now, with the text to the newest token."""
+        """Update text and tables."""
         self._text += "".join(harmless(token(position), keep="\n") for position in placed.columns.tolist())
         self._live.update(self.render(report()), refresh=True)
 
     def show_alert(self, alert: Alert) -> None:
-        """Do nothing: the report that is shown next has it."""
+        """Do nothing: the report has it."""
 
     def render(self, report: Mapping[str, Any]) -> RenderableType:
-        """Return the frame: the end of the text, and as many routers as there are lines for."""
+        """Return the frame, with as many routers as fit."""
         columns = max(20, self._console.width - 4)
         tail = Text(self._text[-3 * columns :])
         n_lines = len(tail.wrap(self._console, columns))
@@ -139,7 +139,7 @@ class LiveRouting:
 
 
 def tables(streams: Sequence[Mapping[str, Any]], room: int = 10_000) -> list[RenderableType]:
-    """Return a table of the routers that choose experts and one of those that give codes, at most `room` in each."""
+    """Return a table of expert routers and one of code routers, of at most `room` rows."""
     parts: list[RenderableType] = []
     broken = (("not finite", "n_not_finite", "d"),) if any(stream.get("n_not_finite") for stream in streams) else ()
     for columns, routers, bars in (
@@ -152,7 +152,7 @@ def tables(streams: Sequence[Mapping[str, Any]], room: int = 10_000) -> list[Ren
         table.add_column("router", no_wrap=True)
         for heading, *_ in columns:
             table.add_column(heading, justify="right", no_wrap=True)
-        table.add_column(bars[0], overflow="ellipsis")  # gives way where there is no room: numbers that are cut lie
+        table.add_column(bars[0], overflow="ellipsis")  # cut first: a truncated number misleads
         for stream in routers[:room]:
             values = [format(stream[metric], style) if metric in stream else "-" for _, metric, style in columns]
             table.add_row(
@@ -165,25 +165,31 @@ def tables(streams: Sequence[Mapping[str, Any]], room: int = 10_000) -> list[Ren
 
 
 def state_table(states: Mapping[str, Mapping[str, Any]], room: int = 10_000) -> list[RenderableType]:
-    """Return a table of the recurrent layers, at most `room` of them; none where there are none."""
+    """Return a table of at most `room` recurrent layers; [] for none."""
     if not states:
         return []
-    broken = (("not finite", "n_not_finite", "d"),) if any(told["n_not_finite"] for told in states.values()) else ()
-    followed = _FOLLOWED if any("norm" in told for told in states.values()) else ()
+    broken = (
+        (("not finite", "n_not_finite", "d"),)
+        if any(layer_stats["n_not_finite"] for layer_stats in states.values())
+        else ()
+    )
+    followed = _FOLLOWED if any("norm" in layer_stats for layer_stats in states.values()) else ()
     columns = (*_STATES, *followed, *broken)
     table = plain_table()
     table.add_column("layer", no_wrap=True)
     for heading, *_ in columns:
         table.add_column(heading, justify="right", no_wrap=True)
-    for name, told in list(states.items())[:room]:
-        values = [format(told[key], style) if told.get(key) is not None else "-" for _, key, style in columns]
+    for name, layer_stats in list(states.items())[:room]:
+        values = [
+            format(layer_stats[key], style) if layer_stats.get(key) is not None else "-" for _, key, style in columns
+        ]
         table.add_row(Text(harmless(name)), *values)
-    more = [Text(f"and {len(states) - room} more layers", style="dim")] if len(states) > room else []
-    return [table, *more]
+    rest = [Text(f"and {len(states) - room} more layers", style="dim")] if len(states) > room else []
+    return [table, *rest]
 
 
-def _reaches(names: Sequence[str], told: Told, i: int) -> list[str]:
-    lengths, resets = told.length[:, i].mean(dim=-1).tolist(), told.resets[:, i].tolist()
+def _reaches(names: Sequence[str], tally: Told, i: int) -> list[str]:
+    lengths, resets = tally.length[:, i].mean(dim=-1).tolist(), tally.resets[:, i].tolist()
     return [
         f"{name} holds {length:.1f}{', reset' if reset else ''}"
         for name, length, reset in zip(names, lengths, resets, strict=True)
@@ -191,10 +197,7 @@ def _reaches(names: Sequence[str], told: Told, i: int) -> list[str]:
 
 
 def load_bars(load: Sequence[float]) -> Text:
-    """Return a bar for each expert: a full one for twice the mean load or more, a dot for none.
-
-    Where there are more than 32 experts, a bar is the mean of several.
-    """
+    """Return a bar for each expert (over 32: for several): full at twice the mean load, a dot for none."""
     n = min(_WIDE, len(load))
     groups = [load[i * len(load) // n : (i + 1) * len(load) // n] for i in range(n)]
     means = [sum(group) / len(group) for group in groups]
@@ -224,7 +227,7 @@ def _foot(report: Mapping[str, Any]) -> list[Text]:
     alerts = [Text(harmless(alert), style="bold red") for alert in report["alerts"]] or [
         Text("no alert", style="dim" if report["unjudged"] else "green")
     ]
-    if report["unjudged"]:  # no alert is no news while nothing could be seen
+    if report["unjudged"]:  # no alert means little yet
         needed = ", ".join(
             f"{kind} ({counted(n, 'token')})"
             for kind, n in sorted(report["unjudged"].items(), key=lambda item: item[1])
@@ -237,11 +240,11 @@ def _decision(line: Mapping[str, Any]) -> str:
     weights = ["not finite" if weight is None else f"{weight:.2f}" for weight in line["top_w"]]
     if line["top_position"] is None:
         parts = [f"{expert} ({weight})" for expert, weight in zip(line["top_idx"], weights, strict=True)]
-    else:  # of memory slots: which token is being read
-        held = zip(line["top_idx"], line["top_position"], line["top_token"], weights, strict=True)
+    else:  # memory slots: the token that is read
+        slot_reads = zip(line["top_idx"], line["top_position"], line["top_token"], weights, strict=True)
         parts = [
             f"slot {slot}: token {token} at {position} ({weight})" if position >= 0 else f"nothing ({weight})"
-            for slot, position, token, weight in held
+            for slot, position, token, weight in slot_reads
             if weight != "0.00"
         ]
     entropy = "" if line["h_decision"] is None else f", entropy {line['h_decision']:.2f}"

@@ -1,14 +1,14 @@
-"""A host with long-term memory slots, whose memory can be watched: what is written, kept and read.
+"""Model with long-term memory slots that can be watched.
 
     from probemon.adapters.ltm import LtmConfig, LtmForCausalLM, attach_memory, recall_host
 
-    model = recall_host()                           # the trained host that comes with probemon
+    model = recall_host()                           # the trained model that comes with probemon
     out = model.generate(ids, return_dict_in_generate=True)
-    model.get_memory_stats()                        # what its slots hold and how they are read
-    with attach_memory(other_model, layer=1):       # a memory on a decoder layer of another host
+    model.get_memory_stats()                        # contents of its slots, and how they are read
+    with attach_memory(other_model, layer=1):       # a memory on a layer of another model
         ...
 
-Once this is imported, `AutoModelForCausalLM` and `AutoConfig` know the type "probemon_ltm".
+Importing this registers "probemon_ltm" with `AutoModelForCausalLM` and `AutoConfig`.
 """
 
 from __future__ import annotations

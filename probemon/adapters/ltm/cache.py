@@ -1,11 +1,4 @@
-"""Memory in a cache: the layers of a cache of transformers, each with the memory of its rows beside its keys.
-
-    layer = memory_layer(cache, 1)                  # the cache's own layer, which keeps a memory from now on
-    layer.memory                                    # MemoryState, or None before the first forward
-    memory_of(cache)                                # {layer: MemoryState}
-
-Beams, repeated and chosen rows move both; a cache that is passed on to the next call keeps both.
-"""
+"""Cache layers of transformers that keep a memory alongside their keys, and move both with their rows."""
 
 from __future__ import annotations
 
@@ -18,15 +11,15 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer
 
 from probemon.adapters.ltm.state import MemoryState
-from probemon.errors import NotSupportedDecoding
+from probemon.errors import UnsupportedDecoding
 
 _CANNOT = (
-    "tokens cannot be taken back from a memory: what was written over is gone. Generate without an assistant and"
-    " without lookup, or begin with a new cache"
+    "tokens cannot be removed from a memory: overwritten slots are lost. Generate without an assistant and without"
+    " prompt lookup, or begin with a new cache"
 )
 PACKED = (
     "position_ids are not 0, 1, 2, ... over the real tokens of each row: packed rows would share one memory. Give every"
-    " text a row of its own, padded on the left"
+    " text its own row, padded on the left"
 )
 NO_BATCHES = (
     "continuous batching packs several requests into one row, and a row has one memory: call generate() with a row for"
@@ -35,12 +28,12 @@ NO_BATCHES = (
 
 
 class KeepsMemory(CacheLayerMixin):
-    """What a layer of a cache does beside its own for the memory of its rows."""
+    """Cache layer mixin that keeps its rows' memory."""
 
-    __slots__ = ()  # no layout of its own, so that a layer may become one that keeps memories
+    __slots__ = ()  # lets a layer's `__class__` be set
     memory: MemoryState | None = None
-    whose = ""  # of which attached memory it is
-    padding: Tensor | None = None  # [B] int64: columns of padding before each row
+    whose = ""  # id of the attached memory
+    padding: Tensor | None = None  # columns before each row, [B] int64
     is_croppable = False
 
     def _move(self, indices: Tensor) -> None:
@@ -50,7 +43,7 @@ class KeepsMemory(CacheLayerMixin):
             self.padding = self.padding[indices.to(self.padding.device)]
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Give each row what another had."""
+        """Reorder the rows."""
         super().reorder_cache(beam_idx)  # type: ignore[arg-type]
         self._move(beam_idx)
 
@@ -78,19 +71,19 @@ class KeepsMemory(CacheLayerMixin):
             self.memory = self.memory.each(lambda tensor: tensor.to("cpu"))
 
     def prefetch(self) -> None:
-        """Move everything back to where it is used."""
+        """Move everything back."""
         super().prefetch()  # type: ignore[misc]
         device = getattr(self, "device", None)
         if self.memory is not None and device is not None:
             self.memory = self.memory.each(lambda tensor: tensor.to(device))
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Refuse: a memory does not go back."""
-        raise NotSupportedDecoding(_CANNOT)
+        """Raises `UnsupportedDecoding`."""
+        raise UnsupportedDecoding(_CANNOT)
 
     def activate_past_recording(self) -> None:
-        """Refuse: a memory does not go back."""
-        raise NotSupportedDecoding(_CANNOT)
+        """Raises `UnsupportedDecoding`."""
+        raise UnsupportedDecoding(_CANNOT)
 
 
 @functools.cache
@@ -99,9 +92,9 @@ def _with_memory(kind: type) -> type:
 
 
 def memory_layer(cache: Any, number: int, *, n_new: int = 0) -> Any:
-    """Return a layer of a cache, which keeps memories from now on; `n_new` tokens of this forward may be in it.
+    """Return a layer of a cache, made to keep a memory; it may hold `n_new` tokens of this forward.
 
-    Raises `NotSupportedDecoding` for a cache that is no DynamicCache, and for one that was used without a memory.
+    Raises `UnsupportedDecoding` unless it is a DynamicCache's, and not used without a memory.
     """
     layers = getattr(cache, "layers", [])
     if len(layers) <= number and getattr(cache, "layer_class_to_replicate", None) is not None:
@@ -110,9 +103,9 @@ def memory_layer(cache: Any, number: int, *, n_new: int = 0) -> Any:
     if isinstance(layer, KeepsMemory):
         return layer
     if not isinstance(layer, DynamicLayer) or type(layer).__name__.startswith(("Quantized", "Quanto", "HQQ", "Fp8")):
-        raise NotSupportedDecoding(
+        raise UnsupportedDecoding(
             f"layer {number} of a {type(cache).__name__} is {type(layer).__name__}: a memory lies in the layers of a"
-            " DynamicCache that keep keys. Leave cache_implementation out; where the host keeps a state instead, name"
+            " DynamicCache that keep keys. Leave cache_implementation out; if the model keeps a state instead, name"
             " another layer or give use_cache=False"
         )
     check_known(layer, layer.get_seq_length() - n_new)
@@ -121,29 +114,26 @@ def memory_layer(cache: Any, number: int, *, n_new: int = 0) -> Any:
 
 
 def check_known(layer: Any, n_past: int, whose: str = "") -> None:
-    """Raise `NotSupportedDecoding` unless the memory that a layer of a cache keeps was given all `n_past` columns, and
-    is that of the attached memory `whose`.
-    """
+    """Raises `UnsupportedDecoding` unless the layer's memory read `n_past` columns and belongs to `whose`."""
     memory = getattr(layer, "memory", None)
     if n_past > 0 if memory is None else bool((memory.n + layer.padding != n_past).any()):
-        raise NotSupportedDecoding(
-            f"the cache holds {n_past} tokens, and not all were given to this memory, so what it would hold is unknown:"
-            " begin with a new cache"
+        raise UnsupportedDecoding(
+            f"the cache holds {n_past} tokens, but this memory has not read all of them: begin with a new cache"
         )
     if n_past > 0 and memory is not None and layer.whose != whose:
-        raise NotSupportedDecoding(
-            "the cache holds what another memory wrote, which means nothing to this one: begin with a new cache, or"
-            " keep the memory on between the turns"
+        raise UnsupportedDecoding(
+            "the cache was written by another memory, whose slots mean nothing to this one: begin with a new cache, or"
+            " keep the memory attached between the turns"
         )
 
 
 def cache_among(values: Iterable[Any]) -> Any:
-    """Return the cache among the arguments of a call, whatever name it has there; None without any."""
+    """Return the cache among `values`, or None."""
     return next((value for value in values if isinstance(value, Cache)), None)
 
 
 def gives_cache(output: Any) -> bool:
-    """Whether what a decoder returned has a cache in it, of whatever kind: something that is more than tensors."""
+    """True if a decoder's output has more than tensors, thus a cache."""
     parts = output.values() if isinstance(output, Mapping) else output if isinstance(output, tuple) else ()
     return not all(part is None or _of_tensors(part) for part in parts)
 
@@ -161,10 +151,9 @@ def memory_of(cache: Any) -> dict[int, MemoryState]:
 def padding_before(
     mask: Any, before: Tensor | None, n_rows: int, n_past: int, n_tokens: int, device: torch.device
 ) -> Tensor:
-    """Return how many columns of padding stand before each row `[B]`, from a mask `[B, past + T]` or None.
+    """Return the padding columns before each row `[B]`; `before [B]`: those in the past.
 
-    `before [B]`: what was known of the columns of the past. Raises `NotSupportedDecoding` for every mask that is not
-    one of padding before the rows.
+    Raises `UnsupportedDecoding` if the mask `[B, past + T]` hides anything else.
     """
     if before is None:
         before = torch.zeros(n_rows, dtype=torch.int64, device=device)
@@ -172,7 +161,7 @@ def padding_before(
         return before
     if not isinstance(mask, Tensor) or mask.dim() != 2 or tuple(mask.shape) != (n_rows, n_past + n_tokens):
         shape = tuple(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
-        raise NotSupportedDecoding(
+        raise UnsupportedDecoding(
             f"an attention mask {shape} is not supported by a memory: give [{n_rows}, {n_past + n_tokens}], one column"
             " for each of the cached and the new tokens, 0 for padding before a row"
         )
@@ -180,7 +169,7 @@ def padding_before(
     padding = (~real).sum(1)
     ordered = bool((real[:, 1:] >= real[:, :-1]).all())
     if not ordered or not bool((padding.clamp_max(n_past) == before).all()):
-        raise NotSupportedDecoding(
+        raise UnsupportedDecoding(
             "the attention mask leaves out tokens that are not padding before a row, or other ones than in the forward"
             " before: a memory counts real tokens. Pad on the left (tokenizer.padding_side = 'left')"
         )

@@ -1,4 +1,4 @@
-"""LtmConfig: the sizes of a host with memory slots, and MemoryShape, those of its memory alone."""
+"""Settings of a model with memory slots, and of one memory."""
 
 from __future__ import annotations
 
@@ -13,16 +13,14 @@ from probemon.util.checks import check_count, check_number
 
 @dataclass(frozen=True)
 class MemoryShape:
-    """The sizes of one memory, and how it writes and forgets.
+    """Sizes of one memory, and how it writes and forgets.
 
-    - `hidden_size`: of the states that it reads and is added to.
     - `memory_dim`: of keys and values.
-    - `slots`: how many a row has.
-    - `segment`: real tokens after which it is written.
-    - `compression`: the share of a segment's tokens that may be written.
-    - `adaptive_mass`: where it is under 1, only as many tokens as hold this share of the segment's gate are written.
-    - `decay`: what a slot's strength is multiplied by with every segment.
-    - `detach_every`: after so many segments no gradient goes further back; 0 for never.
+    - `segment`: real tokens between writes.
+    - `compression`: largest share of a segment that is written.
+    - `adaptive_mass`: write only tokens with this share of the segment's gate.
+    - `decay`: of a slot's strength per segment.
+    - `detach_every`: segments between gradient cuts; 0 for none.
     """
 
     hidden_size: int
@@ -45,16 +43,15 @@ class MemoryShape:
 
     @property
     def most_written(self) -> int:
-        """The most tokens of a segment that are written."""
+        """Most tokens written per segment."""
         return min(self.slots, max(1, int(self.compression * self.segment + 1e-9)))
 
 
 class LtmConfig(PretrainedConfig):
-    """Settings of `LtmForCausalLM`: a small decoder whose attention sees a window, with a memory on some layers.
+    """Settings of `LtmForCausalLM`; see `MemoryShape` for its memories.
 
-    `memory_layers`: the layers with a memory; None for the last one, () for none, which leaves the window alone.
-    `sliding_window`: how many tokens attention sees, the token itself among them. For the other settings of a memory
-    see `MemoryShape`.
+    `memory_layers`: None for the last layer, () for none.
+    `sliding_window`: tokens that attention sees, itself included.
     """
 
     model_type = "probemon_ltm"
@@ -99,18 +96,18 @@ class LtmConfig(PretrainedConfig):
             )
         layers = [num_hidden_layers - 1] if memory_layers is None else list(memory_layers)
         for layer in layers:
-            check_count("memory_layers", layer, most=num_hidden_layers - 1, remedy="name layers of the host, from 0")
+            check_count("memory_layers", layer, most=num_hidden_layers - 1, remedy="name layers of the model, from 0")
         self.memory_layers = layers
         self.rope_theta, self.rms_norm_eps = rope_theta, rms_norm_eps
         self.initializer_range = initializer_range
         self.memory_slots, self.memory_dim, self.segment_size = memory_slots, memory_dim, segment_size
         self.compression, self.adaptive_mass, self.decay = compression, adaptive_mass, decay
         self.detach_every, self.use_cache = detach_every, use_cache
-        self.memory_shape()  # raises for what it refuses
+        self.memory_shape()
         super().__init__(**kwargs)
 
     def memory_shape(self) -> MemoryShape:
-        """Return the sizes of each memory."""
+        """Return the shape of each memory."""
         return MemoryShape(
             hidden_size=self.hidden_size,
             memory_dim=self.memory_dim,

@@ -1,13 +1,11 @@
-"""SlotMemory: the module that reads slots at every token and writes them at the end of each segment.
+"""SlotMemory: reads slots at every token and writes them after each segment.
 
     memory = SlotMemory(MemoryShape(hidden_size=48))
-    output = memory(states, state, valid, ids)      # states [B, T, D]; state of before, or None
-    states + output.update, output.state            # what is added to the stream; the state after
+    output = memory(states, state, valid, ids)      # states [B, T, D]; state or None
+    states + output.update, output.state
 
-Time is counted in real tokens of a row. A token reads the slots as the segments before its own have left them, so the
-answer is the same however a sequence is cut into forwards. Sources: the gate, the null slot and the surprise are those
-of memory networks with a least-recently-used writer (Memorizing Transformers, 2203.08913; Titans, 2501.00663), made
-discrete and inspectable.
+A token reads what earlier segments wrote, however a sequence is split into forwards. Sources: Memorizing Transformers
+(2203.08913), Titans (2501.00663).
 """
 
 from __future__ import annotations
@@ -23,20 +21,18 @@ from torch.nn import functional
 from probemon.adapters.ltm.config import MemoryShape
 from probemon.adapters.ltm.state import MemoryState
 
-SHOWN = 4  # slots of which a read says what is in them
-_EMPTY = -1e9  # a logit whose p is 0
+SHOWN = 4  # slots per read
+_EMPTY = -1e9  # logit with p = 0
 
 
 @dataclass(frozen=True)
 class MemoryOutput:
-    """What a memory made of T tokens of B rows.
+    """Output for T tokens of B rows; optional parts are None in training.
 
-    - `update [B, T, D]`: what is added to the stream; 0 for padding.
-    - `state`: after these tokens.
+    - `update [B, T, D]`: added to the stream.
     - `reads [B, T, 1 + M]` fp32: p of the null slot, then of each slot.
-    - `top_slot`, `top_position`, `top_token` `[B, T, k]` int64, `top_p [B, T, k]`: the slots that were read most, and
-      which token each was written at; -1 for an empty one. None in training.
-    - `contribution [B, T]`: the norm of the update over that of the stream it is added to; None in training.
+    - `top_slot`, `top_position`, `top_token` `[B, T, k]` int64, `top_p [B, T, k]`: the most read slots; -1 if empty.
+    - `contribution [B, T]`: norm of the update over the stream's.
     """
 
     update: Tensor
@@ -50,10 +46,10 @@ class MemoryOutput:
 
 
 class SlotMemory(nn.Module):
-    """Slots that are read with a softmax and written through a gate; see `MemoryShape` for the settings.
+    """Slots that are read with a softmax and written through a gate.
 
-    `closed` makes it add nothing, while it is written and read as before. With `zero=True` its output projection
-    begins at zero, so that a host begins as it was.
+    `closed`: add nothing to the stream.
+    `zero`: the output projection starts at zero.
     """
 
     def __init__(self, shape: MemoryShape, *, zero: bool = False) -> None:
@@ -61,48 +57,42 @@ class SlotMemory(nn.Module):
         d, h = shape.memory_dim, shape.hidden_size
         self.shape, self.closed, self.zero = shape, False, zero
         self.query = nn.Linear(h, d, bias=False)
-        self.key = nn.Linear(2 * h, d, bias=False)  # of a state and the one before: a value is found by what led to it
+        self.key = nn.Linear(2 * h, d, bias=False)  # of two states: values are found by context
         self.value = nn.Linear(h, d, bias=False)
         self.write_gate = nn.Linear(2 * h, 1)
         self.read_gate = nn.Linear(h, 1)
         self.output = nn.Linear(d, h, bias=False)
-        # With unit vectors and a sharpness of 1 / sqrt(d) no slot could be told from the others.
+        # At 1 / sqrt(d), unit vectors would read all slots alike.
         self.log_sharpness = nn.Parameter(torch.tensor(math.log(10.0)))
         self.null_logit = nn.Parameter(torch.zeros(()))
         self.surprise_weight = nn.Parameter(torch.zeros(()))
         if zero:
             nn.init.zeros_(self.output.weight)
 
-    # -- what is read, what is written ----------------------------------------------------------
-
     def probabilities(self, queries: Tensor, state: MemoryState) -> Tensor:
-        """p `[B, T, 1 + M]` fp32 of the null slot and of each slot, for queries `[B, T, d]`."""
-        with torch.autocast(queries.device.type, enabled=False):  # sharp reads need more than eight bits
+        """Return p `[B, T, 1 + M]` fp32 for queries `[B, T, d]`, the null slot first."""
+        with torch.autocast(queries.device.type, enabled=False):  # sharp reads need precision
             cosines = functional.normalize(queries.float(), dim=-1) @ state.keys.float().transpose(1, 2)
         strength = state.effective(self.shape.decay)[:, None]
         logits = self.log_sharpness.float().exp() * cosines + strength.clamp_min(1e-30).log()
-        logits = torch.where(strength > 0, logits, _EMPTY)  # before the softmax: an empty slot takes nothing from it
+        logits = torch.where(strength > 0, logits, _EMPTY)  # an empty slot has no share
         null = self.null_logit.float().expand(*logits.shape[:2], 1)
         return torch.cat([null, logits], dim=-1).softmax(dim=-1)
 
     def read(self, queries: Tensor, state: MemoryState) -> tuple[Tensor, Tensor]:
-        """What is read `[B, T, d]`, the null slot's value being 0, and p."""
+        """Return what is read `[B, T, d]`, and p."""
         p = self.probabilities(queries, state)
         with torch.autocast(queries.device.type, enabled=False):
             values = p[..., 1:] @ state.values.float()
         return values.to(queries.dtype), p
 
     def surprise(self, keys: Tensor, values: Tensor, state: MemoryState) -> Tensor:
-        """How far values `[B, C, d]` are from what their keys read: 0 for what is known, 1 for an empty memory."""
-        known = self.read(keys, state)[0].float()
-        return (values.float() - known).square().sum(-1) / values.float().square().sum(-1).clamp_min(1e-12)
+        """Return how far values `[B, C, d]` are from memory: 0 if known, 1 if empty."""
+        recalled = self.read(keys, state)[0].float()
+        return (values.float() - recalled).square().sum(-1) / values.float().square().sum(-1).clamp_min(1e-12)
 
     def chosen(self, gates: Tensor) -> Tensor:
-        """How many of the strongest tokens of a segment may be written, `[B]`, for gates `[B, K]`, largest first.
-
-        The gates are those of the most tokens that may be. With `adaptive_mass` under 1 it is the smallest number
-        that holds that share of the segment's whole gate, which `forward` hands over as the last column.
-        """
+        """Return the allowed writes `[B]`; `gates [B, K + 1]`: the K largest, then the segment's sum."""
         most = gates.shape[1] - 1
         if self.shape.adaptive_mass >= 1:
             return torch.full(gates.shape[:1], most, device=gates.device)
@@ -113,9 +103,11 @@ class SlotMemory(nn.Module):
     def write(
         self, segment: Tensor, before: Tensor, ids: Tensor, state: MemoryState, begin: Tensor, rows: Tensor
     ) -> Any:
-        """The state after a whole segment `[B, C, D]`, in the `rows [B]` that have completed it, and what was decided.
+        """Return the state after a segment `[B, C, D]`, and a `Decided`.
 
-        `before [B, C, D]`: the state before each token; `begin [B]`: where in the row the segment begins.
+        `before [B, C, D]`: hidden states one token earlier.
+        `begin [B]`: first position.
+        `rows [B]` bool: rows that completed it.
         """
         pairs = torch.cat([segment, before], dim=-1)
         keys, values = functional.normalize(self.key(pairs), dim=-1), self.value(segment)
@@ -137,7 +129,7 @@ class SlotMemory(nn.Module):
                 index, mask = slot[..., None].expand(-1, -1, old.shape[2]), accepted[..., None]
             return old.scatter(1, index, torch.where(mask, new.to(old.dtype), old.gather(1, index)))
 
-        def of_tokens(values: Tensor) -> Tensor:
+        def at_tokens(values: Tensor) -> Tensor:
             if values.dim() == 3:
                 return values.gather(1, token[..., None].expand(-1, -1, values.shape[2]))
             return values.gather(1, token)
@@ -145,13 +137,13 @@ class SlotMemory(nn.Module):
         aged = torch.where(rows[:, None], now.age, state.age)
         written = replace(
             state,
-            keys=put(state.keys, of_tokens(keys)),
-            values=put(state.values, of_tokens(values)),
+            keys=put(state.keys, at_tokens(keys)),
+            values=put(state.values, at_tokens(values)),
             strength=put(state.strength, strongest),
             age=put(aged, torch.zeros_like(slot)),
             usage=put(state.usage, torch.zeros_like(strongest)),
             position=put(state.position, begin[:, None] + token),
-            token=put(state.token, of_tokens(ids)),
+            token=put(state.token, at_tokens(ids)),
         )
         decided = Decided(
             gates.detach(),
@@ -162,8 +154,6 @@ class SlotMemory(nn.Module):
         )
         return written, decided
 
-    # -- a forward -------------------------------------------------------------------------------
-
     def forward(
         self,
         hidden: Tensor,
@@ -172,10 +162,10 @@ class SlotMemory(nn.Module):
         ids: Tensor | None = None,
         stream: Tensor | None = None,
     ) -> MemoryOutput:
-        """Read at T tokens `hidden [B, T, D]`, of which those that are not `valid [B, T]` are padding before a row.
+        """Read at `hidden [B, T, D]`, and write complete segments.
 
-        `ids [B, T]`: their tokens, where they are known.
-        `stream [B, T, D]`: what the update is added to, where that is not `hidden` itself.
+        `valid [B, T]` bool: False at padding before a row.
+        `stream [B, T, D]`: what the update is added to; None for `hidden`.
         """
         b, t, _ = hidden.shape
         c = self.shape.segment
@@ -184,11 +174,11 @@ class SlotMemory(nn.Module):
         if ids is None:
             ids = torch.full((b, t), -1, device=hidden.device)
         offset = state.n % c
-        place = offset[:, None] + valid.cumsum(1) - 1  # of each token, counted from the open segment's beginning
+        place = offset[:, None] + valid.cumsum(1) - 1  # from the open segment's start
         total = offset + valid.sum(1)
         n_segments = max(1, -(-int(total.max()) // c))
         n_places = n_segments * c
-        target = torch.where(valid, place, n_places)  # padding goes to a place after all others, which is cut off
+        target = torch.where(valid, place, n_places)  # padding goes to an extra place
         features = _placed(state.features, hidden, target, n_places)
         tokens = _placed(state.ids[..., None], ids[..., None], target, n_places)[..., 0]
         before = torch.cat([state.last[:, None], features[:, :-1]], dim=1)
@@ -197,23 +187,23 @@ class SlotMemory(nn.Module):
         new = (places >= offset[:, None]) & (places < total[:, None])
         complete = total[:, None] >= c * (1 + torch.arange(n_segments, device=hidden.device))
         begin = state.n - offset
-        read, reads, shown = [], [], []
+        read, reads, top_reads = [], [], []
         for number, any_complete in enumerate(complete.any(0).tolist()):
             at = slice(number * c, (number + 1) * c)
             values, p = self.read(queries[:, at], state)
             read.append(values)
             reads.append(p)
             if not self.training:
-                shown.append(_shown(p.detach(), state))
+                top_reads.append(_shown(p.detach(), state))
                 state = _counted(state, p.detach(), new[:, at])
             if any_complete:
                 rows = complete[:, number]
-                of_before = state
+                previous_state = state
                 state, decided = self.write(
                     features[:, at], before[:, at], tokens[:, at], state, begin + number * c, rows
                 )
                 if not self.training:
-                    state = _closed(state, of_before, decided, rows)
+                    state = _closed(state, previous_state, decided, rows)
                 if self.shape.detach_every and (number + 1) % self.shape.detach_every == 0:
                     state = state.detached()
         state = _opened(state, features, tokens, total, c)
@@ -225,11 +215,13 @@ class SlotMemory(nn.Module):
         p = torch.where(valid[..., None], _gathered(torch.cat(reads, dim=1), spot), 0)
         if self.training:
             return MemoryOutput(update, state, p)
-        slot, position, token, weight = (_gathered(torch.cat(part, dim=1), spot) for part in zip(*shown, strict=True))
+        slot, position, token, weight = (
+            _gathered(torch.cat(part, dim=1), spot) for part in zip(*top_reads, strict=True)
+        )
         size = (hidden if stream is None else stream).detach().float().norm(dim=-1)
         share = update.detach().float().norm(dim=-1) / size.clamp_min(1e-30)
-        more = torch.stack([share.double().sum(1), valid.sum(1).double()], dim=1)
-        state = replace(state, contribution=state.contribution + more)
+        totals = torch.stack([share.double().sum(1), valid.sum(1).double()], dim=1)
+        state = replace(state, contribution=state.contribution + totals)
         return MemoryOutput(
             update=update,
             state=state,
@@ -244,10 +236,11 @@ class SlotMemory(nn.Module):
 
 @dataclass(frozen=True)
 class Decided:
-    """What was decided of a segment.
+    """Decisions about a segment.
 
-    `gates`, `surprise`, `written` `[B, C]`: of its tokens. `kept [B]`: how many compression left. `evicted [B, K]`: the
-    ages of slots that were written over, else -1.
+    `gates`, `surprise`, `written` `[B, C]`: per token.
+    `kept [B]`: tokens that compression left.
+    `evicted [B, K]`: ages of overwritten slots, else -1.
     """
 
     gates: Tensor
@@ -258,7 +251,7 @@ class Decided:
 
 
 def _placed(opened: Tensor, values: Tensor, target: Tensor, n_places: int) -> Tensor:
-    """`[B, n_places, D]`: the open segment's tokens `[B, C, D]`, then `values [B, T, D]` at `target [B, T]`."""
+    """Return `[B, n_places, D]`: the open segment, then `values [B, T, D]` at `target [B, T]`."""
     b, c, d = opened.shape
     grid = torch.cat([opened, opened.new_zeros(b, max(0, n_places + 1 - c), d)], dim=1)
     return grid.scatter(1, target[..., None].expand(-1, -1, d), values.to(opened.dtype))[:, :n_places]
@@ -269,7 +262,6 @@ def _gathered(grid: Tensor, spot: Tensor) -> Tensor:
 
 
 def _opened(state: MemoryState, features: Tensor, tokens: Tensor, total: Tensor, c: int) -> MemoryState:
-    """The state with the segment that each row has open now, after `total [B]` places."""
     full = total // c
     spots = (full * c)[:, None] + torch.arange(c, device=total.device)
     inside = spots < total[:, None]
@@ -285,40 +277,37 @@ def _opened(state: MemoryState, features: Tensor, tokens: Tensor, total: Tensor,
 
 @torch.no_grad()
 def _shown(p: Tensor, state: MemoryState) -> tuple[Tensor, ...]:
-    """The slots that are read most, with what they were written at, and their p."""
     top = torch.sort(p[..., 1:], dim=-1, descending=True, stable=True)
     k = min(SHOWN, state.n_slots)
     slot, weight = top.indices[..., :k], top.values[..., :k]
     b, c, _ = slot.shape
 
-    def held(values: Tensor) -> Tensor:
+    def at_slots(values: Tensor) -> Tensor:
         return values.gather(1, slot.reshape(b, c * k)).reshape(b, c, k)
 
-    return slot, held(state.position), held(state.token), weight
+    return slot, at_slots(state.position), at_slots(state.token), weight
 
 
 @torch.no_grad()
 def _counted(state: MemoryState, p: Tensor, new: Tensor) -> MemoryState:
-    """The state with what new tokens `[B, C]` have read counted."""
     slots = torch.where(new[..., None], p[..., 1:], 0).double()
     whole = slots.sum(-1)
     shares = slots / whole.clamp_min(1e-300)[..., None]
     entropy = torch.special.entr(shares).sum(-1)
-    some = (whole > 0).double()
+    has_reads = (whole > 0).double()
     null = torch.where(new, p[..., 0], 0).double()
-    more = torch.stack([new.sum(1).double(), null.sum(1), (entropy * some).sum(1), some.sum(1)], dim=1)
+    totals = torch.stack([new.sum(1).double(), null.sum(1), (entropy * has_reads).sum(1), has_reads.sum(1)], dim=1)
     return replace(
-        state, usage=state.usage + slots.sum(1).float(), mass=state.mass + slots.sum(1), reads=state.reads + more
+        state, usage=state.usage + slots.sum(1).float(), mass=state.mass + slots.sum(1), reads=state.reads + totals
     )
 
 
 @torch.no_grad()
 def _closed(state: MemoryState, before: MemoryState, decided: Decided, rows: Tensor) -> MemoryState:
-    """The state in which a segment has become history, in the `rows` that completed it."""
     gates, written, surprise = decided.gates.double(), decided.written, decided.surprise.double()
-    # The gate's mass of the tokens that compression kept, whether or not a slot was weaker
+    # Gate mass that compression left, written or not
     ordered = torch.sort(gates, dim=1, descending=True).values
-    kept = torch.arange(gates.shape[1], device=gates.device) < decided.kept[:, None]
+    selected = torch.arange(gates.shape[1], device=gates.device) < decided.kept[:, None]
     ages = torch.where(decided.evicted < 0, torch.nan, decided.evicted.double())
     n_written = written.sum(1).double()
     segment = torch.stack(
@@ -327,7 +316,7 @@ def _closed(state: MemoryState, before: MemoryState, decided: Decided, rows: Ten
             decided.kept.double(),
             n_written,
             (decided.evicted >= 0).sum(1).double(),
-            (ordered * kept).sum(1) / ordered.sum(1).clamp_min(1e-300),
+            (ordered * selected).sum(1) / ordered.sum(1).clamp_min(1e-300),
             torch.where(written, gates, 0).sum(1) / n_written,
             torch.where(written, 0, gates).sum(1) / (gates.shape[1] - n_written),
             surprise.mean(1),

@@ -1,10 +1,10 @@
-"""LtmForCausalLM: a small decoder whose attention sees a window, with memory slots on some of its layers.
+"""LtmForCausalLM: a small decoder with windowed attention and memory slots.
 
     model = LtmForCausalLM(LtmConfig(vocab_size=64))
-    model.generate(ids)                             # every decoding mode that takes no token back
-    model.get_memory_stats()                        # of the memory after the newest forward
+    model.generate(ids)                             # every mode that removes no token
+    model.get_memory_stats()
 
-It is a host to be watched, small enough to be trained in minutes. It claims no quality as a language model.
+It is trained in minutes, to be watched.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from probemon.adapters.ltm.config import LtmConfig
 from probemon.adapters.ltm.memory import SlotMemory
 from probemon.adapters.ltm.state import MemoryState
 from probemon.adapters.ltm.stats import stats_of
-from probemon.errors import ConfigError, NotSupportedDecoding
+from probemon.errors import ConfigError, UnsupportedDecoding
 
 
 class LtmRMSNorm(nn.Module):
@@ -51,7 +51,7 @@ class LtmAttention(nn.Module):
         self.o_proj = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
 
     def forward(self, hidden: Tensor, rotation: tuple[Tensor, Tensor], mask: Tensor, layer: Any) -> Tensor:
-        """Attend from `hidden [B, T, D]` to the window that `mask [B, 1, T, S]` leaves."""
+        """Attend from `hidden [B, T, D]` within `mask [B, 1, T, S]`."""
         b, t, d = hidden.shape
         query, key, value = self.qkv_proj(hidden).view(b, t, 3, self.n_heads, -1).permute(2, 0, 3, 1, 4)
         query, key = _rotated(query, *rotation), _rotated(key, *rotation)
@@ -85,7 +85,7 @@ class LtmMlp(nn.Module):
 
 
 class LtmDecoderLayer(GradientCheckpointingLayer):
-    """Attention, a memory on some layers, feed-forward."""
+    """Attention, optional memory, feed-forward."""
 
     def __init__(self, config: LtmConfig, number: int) -> None:
         super().__init__()
@@ -108,7 +108,7 @@ class LtmDecoderLayer(GradientCheckpointingLayer):
         ids: Tensor | None = None,
         layer: Any = None,
     ) -> Tensor:
-        """Return the stream after this layer; `layer` of the cache is brought up to date."""
+        """Return the stream after this layer; updates the cache's `layer`."""
         hidden = hidden + self.self_attn(self.input_layernorm(hidden), rotation, mask, layer)
         if self.memory is not None:
             state = None if layer is None else layer.memory
@@ -120,7 +120,7 @@ class LtmDecoderLayer(GradientCheckpointingLayer):
 
 
 class LtmPreTrainedModel(PreTrainedModel):
-    """What both classes share: how weights begin, and what transformers may do with them."""
+    """Initial weights and transformers settings."""
 
     config_class = LtmConfig
     config: LtmConfig
@@ -128,13 +128,12 @@ class LtmPreTrainedModel(PreTrainedModel):
     supports_gradient_checkpointing = True
     _no_split_modules = ["LtmDecoderLayer"]  # noqa: RUF012
     _supports_sdpa = True
-    _is_stateful = True  # a memory takes no token back, so generate() refuses an assistant
+    _is_stateful = True  # so generate() refuses an assistant
 
     @torch.no_grad()
     def _init_weights(self, module: Any) -> None:
-        """Normal weights, zero biases; a memory begins sharp, with nothing said by surprise."""
         if isinstance(module, (nn.Linear, nn.Embedding)):
-            # torch's own start of a linear layer is what a layer this narrow needs.
+            # Narrow layers need the fan-in.
             std = module.weight.shape[1] ** -0.5 if isinstance(module, nn.Linear) else self.config.initializer_range
             nn.init.normal_(module.weight, 0.0, std)
             bias = getattr(module, "bias", None)
@@ -156,15 +155,15 @@ class LtmModel(LtmPreTrainedModel):
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(LtmDecoderLayer(config, number) for number in range(config.num_hidden_layers))
         self.norm = LtmRMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.newest: dict[int, MemoryState] = {}  # the memories after the newest forward in which none learned
+        self.newest: dict[int, MemoryState] = {}  # after the newest forward outside training
         self.post_init()
 
     def get_input_embeddings(self) -> nn.Module:
-        """Return the embeddings of tokens."""
+        """Return the token embeddings."""
         return self.embed_tokens
 
     def set_input_embeddings(self, value: nn.Module) -> None:
-        """Put other embeddings in."""
+        """Replace the token embeddings."""
         self.embed_tokens = value  # type: ignore[assignment]
 
     def forward(
@@ -179,19 +178,19 @@ class LtmModel(LtmPreTrainedModel):
         output_attentions: bool | None = None,
         **kwargs: Any,
     ) -> BaseModelOutputWithPast:
-        """Run T tokens of B rows. Raises `NotSupportedDecoding` for masks, positions and caches it cannot follow."""
+        """Run T tokens of B rows. Raises `UnsupportedDecoding` for unsupported inputs."""
         if (input_ids is None) == (inputs_embeds is None):
             raise ConfigError("give either input_ids or inputs_embeds")
         if output_attentions:
-            raise NotSupportedDecoding(
+            raise UnsupportedDecoding(
                 "output_attentions is not supported: what a memory reads is in get_memory_stats() and in the records of"
-                " routing (docs/memory-hosts.md)"
+                " routing (docs/memory-and-routing.md)"
             )
         hidden = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         b, t, _ = hidden.shape
         use_cache = self.config.use_cache if use_cache is None else use_cache
         if self.training and any(layer.gradient_checkpointing for layer in self.layers):
-            use_cache = False  # a layer that runs again would write again
+            use_cache = False  # checkpointed layers would write again
         if past_key_values is None and use_cache:
             past_key_values = DynamicCache(config=self.config)
         layers: list[Any] = [None] * len(self.layers)
@@ -199,8 +198,8 @@ class LtmModel(LtmPreTrainedModel):
         if past_key_values is not None:
             layers = [memory_layer(past_key_values, number) for number in range(len(self.layers))]
             n_past = layers[0].get_seq_length()
-        known = None if layers[0] is None else layers[0].padding
-        padding = padding_before(attention_mask, known, b, n_past, t, hidden.device)
+        past_padding = None if layers[0] is None else layers[0].padding
+        padding = padding_before(attention_mask, past_padding, b, n_past, t, hidden.device)
         columns = n_past + torch.arange(t, device=hidden.device)
         positions = columns - padding[:, None]
         valid = positions >= 0
@@ -212,7 +211,7 @@ class LtmModel(LtmPreTrainedModel):
         keys = torch.arange(max(0, n_past - window + 1), n_past + t, device=hidden.device)
         near = (keys <= columns[:, None]) & (keys > columns[:, None] - window)
         real = keys >= padding[:, None]
-        # Padding sees itself: attention over nothing is not a number.
+        # Padding sees itself, else it is NaN.
         mask = near & (real[:, None] | (keys == columns[:, None]))
         rotation = self._rotation(positions.clamp_min(0), hidden.dtype)
         states = [hidden]
@@ -250,7 +249,7 @@ class LtmForCausalLM(LtmPreTrainedModel, GenerationMixin):
         return self.lm_head
 
     def set_output_embeddings(self, new_embeddings: nn.Module) -> None:
-        """Put another head in."""
+        """Replace the head."""
         self.lm_head = new_embeddings  # type: ignore[assignment]
 
     def forward(
@@ -267,7 +266,7 @@ class LtmForCausalLM(LtmPreTrainedModel, GenerationMixin):
         logits_to_keep: int | Tensor = 0,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
-        """Return logits `[B, T, V]`, and the loss where there are labels."""
+        """Return logits `[B, T, V]`, and the loss if there are labels."""
         output = self.model(
             input_ids=input_ids,
             attention_mask=attention_mask,
@@ -278,8 +277,8 @@ class LtmForCausalLM(LtmPreTrainedModel, GenerationMixin):
             output_hidden_states=output_hidden_states,
             output_attentions=output_attentions,
         )
-        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-        logits = self.lm_head(output.last_hidden_state[:, kept])
+        selection = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        logits = self.lm_head(output.last_hidden_state[:, selection])
         loss = None
         if labels is not None:
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
@@ -288,32 +287,29 @@ class LtmForCausalLM(LtmPreTrainedModel, GenerationMixin):
         )
 
     def init_continuous_batching(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Refuse, here and for `generate_batch`: requests that share a row would share its memory."""
-        raise NotSupportedDecoding(NO_BATCHES)
-
-    # -- the memory ------------------------------------------------------------------------------
+        """Raises `UnsupportedDecoding`: requests would share a row's memory."""
+        raise UnsupportedDecoding(NO_BATCHES)
 
     @property
     def memories(self) -> dict[int, SlotMemory]:
-        """The memory modules, by layer."""
+        """Memory modules by layer."""
         return {layer.number: layer.memory for layer in self.model.layers if layer.memory is not None}
 
     def get_memory_stats(self, past_key_values: Any = None) -> dict[str, Any]:
-        """Return what the memory holds and how it is read, of a cache or after the newest forward.
+        """Return metrics (docs/memory-and-routing.md) of a cache's memory, or after the newest forward.
 
-        `utilization` and every metric of docs/memory-hosts.md as means over rows and layers, and under `memories` each
-        row of each layer. A `row` is one of that forward: after `generate` with beams a hypothesis, and where a text
-        ended early, the text with the padding that it went on with. Raises `ConfigError` where there is none yet.
+        They are means; `memories` has each row of each layer. Beams of `generate` are rows. Raises `ConfigError` if
+        there is no memory.
         """
         states = self.model.newest if past_key_values is None else memory_of(past_key_values)
         return stats_of(states, self.memories)
 
     def reduce_slots(self, n_slots: int, past_key_values: Any = None) -> None:
-        """Keep the strongest slots of each row of a cache; without one, give new memories so many."""
+        """Keep the strongest slots of a cache, or shrink new memories."""
         self._resize(n_slots, past_key_values, lambda state: state.reduced(n_slots, self.config.decay))
 
     def grow_slots(self, n_slots: int, past_key_values: Any = None) -> None:
-        """Add empty slots to each row of a cache, up to so many; without one, give new memories so many."""
+        """Add empty slots to a cache, or enlarge new memories."""
         self._resize(n_slots, past_key_values, lambda state: state.grown(n_slots))
 
     def _resize(self, n_slots: int, cache: Any, resized: Any) -> None:
@@ -329,10 +325,13 @@ class LtmForCausalLM(LtmPreTrainedModel, GenerationMixin):
             memory.shape = shape
 
 
-def _check_positions(given: Tensor | None, positions: Tensor, valid: Tensor) -> None:
-    """Raise `NotSupportedDecoding` for positions that begin again within a row."""
-    if given is None:
+def _check_positions(position_ids: Tensor | None, positions: Tensor, valid: Tensor) -> None:
+    if position_ids is None:
         return
-    given = given.to(positions.device).expand_as(positions) if given.dim() == 2 else given[None].expand_as(positions)
-    if not bool(((given == positions) | ~valid).all()):
-        raise NotSupportedDecoding(PACKED)
+    position_ids = (
+        position_ids.to(positions.device).expand_as(positions)
+        if position_ids.dim() == 2
+        else position_ids[None].expand_as(positions)
+    )
+    if not bool(((position_ids == positions) | ~valid).all()):
+        raise UnsupportedDecoding(PACKED)

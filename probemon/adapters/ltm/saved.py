@@ -1,11 +1,10 @@
-"""A memory on disk: the slots of all rows of a cache, to be gone on with in another process.
+"""Memory of a cache on disk, to be continued in another process.
 
     export_memory(model, cache, "memory.safetensors")
     cache = import_memory(model, "memory.safetensors")
     model.generate(ids, past_key_values=cache)
 
-The file is safetensors. It bears a hash of the model's configuration and weights, since the memory of one host means
-nothing to another. With the memory goes what the window holds, so that the next token is the one that would have come.
+The safetensors file also has the attention window, and a hash of the model's configuration and weights.
 """
 
 from __future__ import annotations
@@ -23,13 +22,13 @@ from transformers import DynamicCache
 
 from probemon.adapters.ltm.cache import KeepsMemory, memory_layer
 from probemon.adapters.ltm.state import MemoryState
-from probemon.errors import ConfigError, HostMismatch
+from probemon.errors import ConfigError, ModelMismatch
 from probemon.util.checks import check_path
 from probemon.util.files import replace_file, save_tensors
 
 _FORMAT = "probemon-memory-1"
 _FIELDS = tuple(MemoryState.__dataclass_fields__)
-# Of the settings of PEFT's adapters, what is no part of what they do: of whom they are, by which release, for training.
+# PEFT settings that do not change an adapter's output
 _NOT_OF_ADAPTERS = {
     "base_model_name_or_path",
     "revision",
@@ -40,16 +39,14 @@ _NOT_OF_ADAPTERS = {
 }
 
 
-def host_hash(model: Any) -> str:
-    """A hash of a host's configuration, without what does not change its answer, of its weights, and of which of PEFT's
-    adapters are on, how strongly, and with which settings: seeds and scales are in no tensor.
-    """
+def model_hash(model: Any) -> str:
+    """Return a hash of a model's configuration, weights, and active PEFT adapters with their settings."""
     config = {
         key: value
         for key, value in model.config.to_dict().items()
         if key not in ("transformers_version", "_name_or_path", "memory_slots", "use_cache", "architectures", "dtype")
     }
-    on = {
+    active_adapters = {
         name: [
             list(module.active_adapters),
             list(module.merged_adapters),
@@ -67,7 +64,7 @@ def host_hash(model: Any) -> str:
         }
         for name, settings in getattr(model, "peft_config", {}).items()
     }
-    digest = hashlib.sha256(json.dumps([config, on, adapters], sort_keys=True, default=str).encode())
+    digest = hashlib.sha256(json.dumps([config, active_adapters, adapters], sort_keys=True, default=str).encode())
     for name, tensor in sorted(model.state_dict().items()):
         digest.update(name.encode())
         digest.update(tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes())
@@ -75,9 +72,7 @@ def host_hash(model: Any) -> str:
 
 
 def export_memory(model: Any, past_key_values: Any, path: str | os.PathLike[str]) -> Path:
-    """Write the memory of a cache whole, or not at all. Raises `ConfigError` where the cache holds none, or has layers
-    that keep none: a memory that `attach_memory` put on a host is of some, and a file has no place for the others.
-    """
+    """Write the memory of a cache, atomically. Raises `ConfigError` unless every layer of the cache keeps one."""
     target = check_path("path", path)
     tensors: dict[str, torch.Tensor] = {}
     n_columns = 0
@@ -91,19 +86,19 @@ def export_memory(model: Any, past_key_values: Any, path: str | os.PathLike[str]
         tensors[f"{number}.padding"] = layer.padding
         if layer.memory is not None:
             tensors |= {f"{number}.{name}": getattr(layer.memory, name) for name in _FIELDS}
-    without = [number for number in range(len(layers)) if tensors and f"{number}.padding" not in tensors]
-    if without:
+    missing = [number for number in range(len(layers)) if tensors and f"{number}.padding" not in tensors]
+    if missing:
         raise ConfigError(
-            f"layer {without[0]} of this cache keeps no memory, and a file of memories would lose what it holds: keep"
-            " the cache itself, or use a host with memory slots in every layer"
+            f"layer {missing[0]} of this cache keeps no memory, and a file of memories would lose what it holds: keep"
+            " the cache itself, or use a model with memory slots in every layer"
         )
     if not tensors:
-        raise ConfigError("this cache holds no memory: give the past_key_values of a host with memory slots")
+        raise ConfigError("this cache holds no memory: give the past_key_values of a model with memory slots")
     target.parent.mkdir(parents=True, exist_ok=True)
     handle, name = tempfile.mkstemp(prefix=f".{target.name}-", dir=target.parent)
     os.close(handle)
     try:
-        metadata = {"format": _FORMAT, "host": host_hash(model), "columns": str(n_columns)}
+        metadata = {"format": _FORMAT, "host": model_hash(model), "columns": str(n_columns)}
         copies = {key: value.detach().contiguous().clone() for key, value in tensors.items()}
         save_tensors(Path(name), copies, metadata)
         replace_file(name, target)
@@ -114,19 +109,22 @@ def export_memory(model: Any, past_key_values: Any, path: str | os.PathLike[str]
 
 
 def import_memory(model: Any, path: str | os.PathLike[str]) -> DynamicCache:
-    """Return a cache with the memory of a file. Raises `HostMismatch`, `ConfigError`."""
+    """Return a cache with the memory of a file.
+
+    Raises `ModelMismatch` for the memory of another model, `ConfigError` for an unreadable file.
+    """
     source = check_path("path", path)
     try:
         with safe_open(source, framework="pt") as file:
             metadata = file.metadata() or {}
             tensors = {key: file.get_tensor(key) for key in list(file.keys())}
     except (OSError, SafetensorError) as error:
-        raise ConfigError(f"{source} cannot be read as the memory of a host: {error}") from error
+        raise ConfigError(f"{source} cannot be read as the memory of a model: {error}") from error
     if metadata.get("format") != _FORMAT:
-        raise ConfigError(f"{source} is no memory that this probemon wrote ({_FORMAT}): export_memory writes one")
-    if metadata.get("host") != host_hash(model):
-        raise HostMismatch(
-            f"{source} is the memory of another host (its configuration or weights differ): load the one that wrote it"
+        raise ConfigError(f"{source} is not a memory that this probemon wrote ({_FORMAT}): export_memory writes one")
+    if metadata.get("host") != model_hash(model):
+        raise ModelMismatch(
+            f"{source} is the memory of another model (its configuration or weights differ): load the one that wrote it"
         )
     cache = DynamicCache(config=model.config)
     try:

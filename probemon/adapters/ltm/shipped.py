@@ -1,4 +1,4 @@
-"""The trained host that comes with probemon: associative recall beyond its window, learnt by scripts/ltm_recall.py."""
+"""The trained model that comes with probemon, by scripts/ltm_recall.py."""
 
 from __future__ import annotations
 
@@ -10,10 +10,9 @@ RECALL = Path(__file__).parent / "recall"
 
 
 def recall_host() -> LtmForCausalLM:
-    """Return the trained host: pairs of key and value, then filler, then "? key", to which it answers the value.
+    """Return the trained model: it answers the value after key-value pairs, filler and "? key".
 
-    Tokens: 0 padding, 1 "?", 2-17 keys, 18-33 values, 34-49 filler. What it recalls, and how it was trained, is in
-    docs/memory-hosts.md.
+    See docs/memory-and-routing.md. Tokens: 0 padding, 1 "?", 2-17 keys, 18-33 values, 34-49 filler.
     """
     model: LtmForCausalLM = LtmForCausalLM.from_pretrained(RECALL).eval()
     return model

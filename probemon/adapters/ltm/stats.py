@@ -1,12 +1,4 @@
-"""What a memory holds and how it is read, in numbers: formulas in fp64, and the statistics of a state.
-
-    read_metrics(p)                                 # of reads [N, 1 + M]: entropies, utilisation, null share
-    key_metrics(keys)                               # of keys [M, d]: redundancy, effective rank
-    stats_of({1: state}, {1: memory})               # what get_memory_stats() returns
-    memory_alerts(state.rows(...), ...)             # which alerts hold for a row
-
-Entropies are in nats.
-"""
+"""Metrics of a memory's contents and reads, in fp64; entropies in nats."""
 
 from __future__ import annotations
 
@@ -25,7 +17,7 @@ Numbers = npt.NDArray[np.float64]
 
 
 def entropy(shares: Numbers) -> Numbers:
-    """Entropy of distributions along the last axis."""
+    """Entropy along the last axis."""
     shares = np.asarray(shares, dtype=np.float64)
     logs = np.log(np.where(shares > 0, shares, 1.0))
     entropies: Numbers = -(shares * logs).sum(axis=-1)
@@ -33,19 +25,24 @@ def entropy(shares: Numbers) -> Numbers:
 
 
 def read_metrics(p: Numbers) -> dict[str, float]:
-    """Metrics of reads `[N, 1 + M]`, each p of the null slot and then of the slots."""
+    """Return metrics of reads `[N, 1 + M]`, the null slot first."""
     p = np.asarray(p, dtype=np.float64)
     whole = p[:, 1:].sum(axis=1)
-    asked = whole > 0
-    entropies = entropy(p[asked, 1:] / whole[asked, None])
-    return metrics_of_sums(p[:, 1:].sum(axis=0), len(p), float(p[:, 0].sum()), float(entropies.sum()), int(asked.sum()))
+    has_reads = whole > 0
+    entropies = entropy(p[has_reads, 1:] / whole[has_reads, None])
+    return metrics_of_sums(
+        p[:, 1:].sum(axis=0), len(p), float(p[:, 0].sum()), float(entropies.sum()), int(has_reads.sum())
+    )
 
 
 def metrics_of_sums(mass: Numbers, n: float, null: float, entropies: float, n_entropies: float) -> dict[str, float]:
-    """The same of n reads by their sums: of p of each slot `[M]`, of p of the null slot, of entropies.
+    """Return metrics of n reads from sums of p per slot `[M]`, of the null slot's p, and of entropies.
 
-    `read_entropy` is the mean entropy of a read without the null slot, `marginal_entropy` that of the mean share;
-    `mutual_information`, their difference, tells selective reads from a collapse. NaN where nothing was read.
+    `read_entropy`: mean entropy of a read without the null slot.
+    `marginal_entropy`: entropy of the mean share.
+    `mutual_information`: their difference.
+
+    NaN if nothing was read.
     """
     whole = float(mass.sum())
     if n == 0 or whole == 0:
@@ -64,7 +61,7 @@ def metrics_of_sums(mass: Numbers, n: float, null: float, entropies: float, n_en
 
 
 def key_metrics(keys: Numbers) -> dict[str, float]:
-    """Metrics of keys `[M, d]`: the largest cosine of two, and in how many dimensions they lie."""
+    """Return the largest cosine of keys `[M, d]`, and their effective rank."""
     keys = np.asarray(keys, dtype=np.float64)
     sizes = np.linalg.norm(keys, axis=1, keepdims=True)
     if len(keys) == 0 or not np.isfinite(keys).all() or not sizes.all():
@@ -80,28 +77,31 @@ def key_metrics(keys: Numbers) -> dict[str, float]:
 
 
 def surprises(values: Numbers, known: Numbers) -> Numbers:
-    """How far values `[C, d]` are from what was known of them: 0 for the same, 1 for nothing known."""
+    """Return relative squared distances of values `[C, d]` to known ones."""
     values, known = np.asarray(values, dtype=np.float64), np.asarray(known, dtype=np.float64)
     far: Numbers = ((values - known) ** 2).sum(axis=-1) / (values**2).sum(axis=-1)
     return far
 
 
 def row_stats(state: MemoryState, row: int, memory: SlotMemory) -> dict[str, Any]:
-    """The metrics of one row; what is read and written is over its newest 8 segments and the open one."""
+    """Return metrics of one row, over its newest 8 segments and the open one."""
     shape = memory.shape
-    one = state.rows(state.n.new_tensor([row])).detached()
-    strength = _numbers(one.effective(shape.decay))[0]
+    row_state = state.rows(state.n.new_tensor([row])).detached()
+    strength = _numbers(row_state.effective(shape.decay))[0]
     full = strength > 0
-    history, mass = _numbers(one.history)[0], _numbers(one.history_mass)[0].sum(axis=0) + _numbers(one.mass)[0]
+    history, mass = (
+        _numbers(row_state.history)[0],
+        _numbers(row_state.history_mass)[0].sum(axis=0) + _numbers(row_state.mass)[0],
+    )
     by_name = dict(zip(SEGMENT, history.T, strict=True))
-    n_reads, null, entropies, n_entropies = np.nansum(history[:, :4], axis=0) + _numbers(one.reads)[0]
+    n_reads, null, entropies, n_entropies = np.nansum(history[:, :4], axis=0) + _numbers(row_state.reads)[0]
     reads = metrics_of_sums(mass, n_reads, null, entropies, n_entropies)
     whole = mass.sum()
     shares = mass / whole if whole > 0 else np.zeros_like(mass)
     used = shares > 1 / (10 * state.n_slots)
-    position, token = _numbers(one.position)[0], _numbers(one.token)[0]
+    position, token = _numbers(row_state.position)[0], _numbers(row_state.token)[0]
     order = np.argsort(-shares, kind="stable")
-    added, n_tokens = _numbers(one.contribution)[0]
+    added, n_tokens = _numbers(row_state.contribution)[0]
     return {
         "occupied": float(full.mean()),
         "dead": float((full & ~used).sum() / full.sum()) if full.any() else 0.0,
@@ -114,17 +114,17 @@ def row_stats(state: MemoryState, row: int, memory: SlotMemory) -> dict[str, Any
         "write_rate": _mean(by_name["written"]) / shape.segment,
         "replaced": _mean(by_name["replaced"]),
         "age_at_eviction": _median(by_name["age_at_eviction"]),
-        "age_read": float((shares * _numbers(one.age)[0]).sum()) if whole > 0 else math.nan,
+        "age_read": float((shares * _numbers(row_state.age)[0]).sum()) if whole > 0 else math.nan,
         "compression": _mean(by_name["kept"]) / shape.segment,
         "gate_mass_kept": _mean(by_name["mass_kept"]),
-        **key_metrics(_numbers(one.keys)[0][full]),
+        **key_metrics(_numbers(row_state.keys)[0][full]),
         "surprise": _mean(by_name["surprise"]),
         "surprise_p95": _mean(by_name["surprise_p95"]),
         "surprise_over_one": _mean(by_name["surprise_over_one"]),
         "contribution": float(added / n_tokens) if n_tokens else math.nan,
-        "n_tokens": int(one.n[0]),
-        "n_bytes": one.n_bytes,
-        "alerts": memory_alerts(one, memory),
+        "n_tokens": int(row_state.n[0]),
+        "n_bytes": row_state.n_bytes,
+        "alerts": memory_alerts(row_state, memory),
         "provenance": [
             {"slot": int(i), "position": int(position[i]), "token": int(token[i]), "share": float(shares[i])}
             for i in order
@@ -134,13 +134,13 @@ def row_stats(state: MemoryState, row: int, memory: SlotMemory) -> dict[str, Any
 
 
 def memory_alerts(state: MemoryState, memory: SlotMemory) -> list[str]:
-    """Which alerts hold for a state of one row.
+    """Return the active alerts of a one-row state.
 
-    - "not finite": a key, a value, a strength or a read is no finite number.
-    - "redundant": more than .9 of the strength is in slots whose key another one has, to a cosine over .95.
-    - "read collapse": over 8 segments all tokens read the same one slot, and did ask.
-    - "dead slots": over 8 segments most slots that hold something were not read.
-    - "nothing written": 8 segments that were new to the memory left no trace in it.
+    - "not finite": a key, value, strength or read.
+    - "redundant": over 0.9 of the strength has similar keys, over a cosine of 0.95.
+    - "read collapse": all tokens of 8 segments read the same slot.
+    - "dead slots": over 8 segments, most occupied slots were not read.
+    - "nothing written": for 8 new segments.
     """
     arrays = [_numbers(part) for part in (state.keys, state.values, state.strength, state.history_mass, state.mass)]
     if not all(np.isfinite(array).all() for array in arrays):
@@ -156,11 +156,11 @@ def memory_alerts(state: MemoryState, memory: SlotMemory) -> list[str]:
     sums = dict(zip(SEGMENT, history.T, strict=True))
     mass = _numbers(state.history_mass)[0].sum(axis=0)
     reads = metrics_of_sums(mass, *(float(sums[name].sum()) for name in SEGMENT[:4]))
-    asked = reads["null_share"] < 0.9
-    if asked and reads["mutual_information"] < 0.05 * math.log(len(mass)) and reads["effective_slots"] < 2:
+    slots_are_read = reads["null_share"] < 0.9
+    if slots_are_read and reads["mutual_information"] < 0.05 * math.log(len(mass)) and reads["effective_slots"] < 2:
         alerts.append("read collapse")
     used = mass / mass.sum() > 1 / (10 * len(mass)) if mass.sum() > 0 else np.zeros(len(mass), bool)
-    if asked and full.any() and (full & ~used).sum() > 0.5 * full.sum():
+    if slots_are_read and full.any() and (full & ~used).sum() > 0.5 * full.sum():
         alerts.append("dead slots")
     if sums["written"].sum() == 0 and sums["surprise"].mean() > 0.5:
         alerts.append("nothing written")
@@ -168,7 +168,7 @@ def memory_alerts(state: MemoryState, memory: SlotMemory) -> list[str]:
 
 
 def stats_of(states: Mapping[int, MemoryState], memories: Mapping[int, SlotMemory]) -> dict[str, Any]:
-    """The metrics of each row of each layer, and their means. Raises `ConfigError` where there is no memory."""
+    """Return metrics of each row of each layer, and means. Raises `ConfigError` without a memory."""
     if not states:
         raise ConfigError(
             "there is no memory yet: run a forward with a cache (use_cache=True, not in training), or give the cache"
@@ -190,7 +190,7 @@ def stats_of(states: Mapping[int, MemoryState], memories: Mapping[int, SlotMemor
 
 
 def _crowded(keys: Numbers, strength: Numbers) -> float:
-    """The share of the strength `[M]` that is in slots whose key `[M, d]` has another one within a cosine of .95."""
+    """Return the share of `strength [M]` in slots with similar keys."""
     if len(keys) < 2:
         return 0.0
     cosines = keys @ keys.T
@@ -203,10 +203,10 @@ def _numbers(tensor: Any) -> Any:
 
 
 def _mean(values: Numbers) -> float:
-    known = values[~np.isnan(values)]
-    return float(known.mean()) if len(known) else math.nan
+    present = values[~np.isnan(values)]
+    return float(present.mean()) if len(present) else math.nan
 
 
 def _median(values: Numbers) -> float:
-    known = values[~np.isnan(values)]
-    return float(np.median(known)) if len(known) else math.nan
+    present = values[~np.isnan(values)]
+    return float(np.median(present)) if len(present) else math.nan

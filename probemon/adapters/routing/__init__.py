@@ -1,7 +1,4 @@
-"""Routing telemetry: what the routers of a model decide, which do not know of it.
-
-from probemon.adapters.routing import Routing, RoutingMonitor, RoutingParquet
-"""
+"""Routing telemetry: records, statistics and alerts of a model's routers."""
 
 from probemon.adapters.routing.alerts import DEFAULT_RULES, Alert, AlertRule
 from probemon.adapters.routing.monitor import RoutingMonitor

@@ -1,14 +1,7 @@
-"""Alerts on routing: one is raised where a metric passes a threshold, and cleared where it is back past another.
+"""Alerts on routing metrics, raised past one threshold and cleared past another.
 
-    alerts = Alerts(DEFAULT_RULES, streams, n_experts=8, n_chosen=2, window=256)
-    for alert in alerts.add(statistics_of_256_tokens, memory_share=0.4): ...  # Alert(raised=True, kind="collapse", ...)
-    alerts.raised                                                               # what holds now
-
-A rule looks at windows of each stream, one after the other. A metric must stay past the threshold for several windows
-in a row, except for a rule that is `at_once`. Between the two thresholds nothing changes, so that a metric near one
-does not flap. A window is full when it holds enough tokens that count for its metric: decisions that are not finite
-count for none, codes that steer nothing do not count for how codes vary. A rule whose windows do not fill sees nothing;
-it is listed as `unjudged`.
+A window is full when it holds enough tokens that count for the metric; non-finite decisions never do. Rules without
+full windows are `unjudged`.
 """
 
 from __future__ import annotations
@@ -27,29 +20,27 @@ from probemon.core.hierarchy import Ints, Mask
 from probemon.errors import ConfigError
 from probemon.util.checks import is_int, is_number, shown
 
-MEMORY = "memory_share"  # a metric of the machine, not of routers
-# Windows whose median a drift is measured from: odd, so that it is the value of one, and two bad ones are outvoted.
+MEMORY = "memory_share"  # of the machine
+# Windows whose median is a baseline; odd, so that two bad ones are outvoted.
 _BASELINE = 5
-_PER_EXPERT = 100  # choices a window must hold for each expert, before one of them is said to have none
+_PER_EXPERT = 100  # choices per expert in a window of `each_expert`
 _DISTRIBUTIONS, _ALL = (MOE, XLORA), (MOE, XLORA, BEM, SLOTS)
-_VARYING = ("chunk", "token")  # levels whose codes change within a sequence
-Baseline = Mapping[tuple[Stream, str, int], float]  # by stream, metric and tokens of a window
+_VARYING = ("chunk", "token")  # levels that change within a sequence
+Baseline = Mapping[tuple[Stream, str, int], float]  # by stream, metric, window size
 
 
 @dataclass(frozen=True)
 class AlertRule:
-    """Raise `kind` where `metric` is beyond `raise_at`, and clear it where the metric is back beyond `clear_at`.
+    """Raise `kind` if `metric` passes `raise_at`, clear it if the metric passes `clear_at` on the way back.
 
-    Where raise_at > clear_at, high values are bad, else low ones. Raises `ConfigError`.
+    High values are bad if raise_at > clear_at, else low ones. Raises `ConfigError`.
 
-    - `window`: the least tokens of a window, of those that count for the metric.
-    - `in_a_row`: how many windows must pass the threshold, one after the other.
-    - `drift`: compare the distance of the metric from its baseline, which is given, or its median over the first five
-      windows in which no alert of the stream held.
-    - `each_expert`: windows hold at least a hundred choices for each expert.
-    - `at_once`: a window that is not full yet raises the alert too; only a full one clears it.
-    - `sources`: the kinds of router that the rule is for.
-    - `levels`: the levels of BEM codes that it is for; empty for all.
+    - `window`: minimum tokens of a window.
+    - `in_a_row`: successive windows that must pass.
+    - `drift`: judge the distance from the baseline, by default the median of the first five windows without alerts.
+    - `each_expert`: windows hold at least a hundred choices per expert.
+    - `at_once`: windows that are not full may raise, but not clear.
+    - `sources`, `levels`: kinds of router and BEM levels it applies to; no levels means all.
     """
 
     kind: str
@@ -69,7 +60,7 @@ class AlertRule:
             raise ConfigError(f"a rule's kind is {self.kind!r}: give the name that its alerts go by")
         if self.metric not in (*METRICS, MEMORY):
             raise ConfigError(
-                f"rule {self.kind!r}: {self.metric!r} is no metric of routing: there are"
+                f"rule {self.kind!r}: {self.metric!r} is not a routing metric: there are"
                 f" {', '.join((*METRICS, MEMORY))}"
             )
         if not is_number(self.raise_at) or not is_number(self.clear_at) or self.raise_at == self.clear_at:
@@ -96,30 +87,30 @@ class AlertRule:
 
     @property
     def of_all(self) -> bool:
-        """Whether the metric is of all streams together."""
+        """True if the metric covers all streams together."""
         return self.metric in (MEMORY, "latency_p95_us")
 
     @property
     def n_windows(self) -> int:
-        """How many windows the rule needs to judge: those in a row, after those of the baseline of a drift."""
+        """Windows needed to judge, including the baseline's."""
         return self.in_a_row + (_BASELINE if self.drift else 0)
 
     def applies(self, stream: Stream) -> bool:
-        """Whether the rule is for this stream."""
+        """True if the rule is for this stream."""
         return stream.source in self.sources and (not self.levels or stream.level in self.levels)
 
     def size(self, n_experts: int, n_chosen: int, window: int) -> int:
-        """Return the tokens of each of its windows, a multiple of `window`."""
+        """Tokens of a window, a multiple of `window`."""
         least = max(self.window, -(-_PER_EXPERT * n_experts // n_chosen) if self.each_expert else 0)
         return -(-least // window) * window
 
     def needs(self, n_experts: int, n_chosen: int, window: int) -> int:
-        """Return how many tokens the rule needs to judge."""
+        """Tokens needed to judge."""
         return 1 if self.at_once else self.size(n_experts, n_chosen, window) * self.n_windows
 
 
 DEFAULT_RULES = (
-    # One decision is enough; a window without any clears the alert.
+    # One decision raises; a window without any clears.
     AlertRule("not finite", "not_finite_rate", 1e-9, 1e-10, in_a_row=1, at_once=True, sources=_ALL),
     AlertRule("collapse", "spread", 0.2, 0.35),
     AlertRule("collapse", "load_spread", 0.2, 0.35, sources=(MOE,)),
@@ -140,9 +131,9 @@ DEFAULT_RULES = (
 
 @dataclass(frozen=True)
 class Alert:
-    """`kind` was raised, or cleared, at token `at` of its streams: `value` of `metric` passed `threshold`.
+    """`kind` was raised or cleared at token `at`: `value` of `metric` passed `threshold`.
 
-    `stream` is None where the metric is of all streams; with `drift`, `value` is a distance from the baseline.
+    `stream` is None for a metric of all streams; with `drift`, `value` is the distance from the baseline.
     """
 
     raised: bool
@@ -164,44 +155,41 @@ class Alert:
 
 @dataclass
 class _Watch:
-    """A rule on its streams `which` (n of them, or 1 for all together), and what is known by it of each so far."""
+    """A rule on its n streams `which` (1 for all together), with its state."""
 
     number: int
     rule: AlertRule
     which: Ints
     n: InitVar[int]
-    size: int  # tokens of a window
+    size: int  # of a window, in tokens
 
     def __post_init__(self, n: int) -> None:
         self.reset(n)
 
     def reset(self, n: int) -> None:
-        """Forget the baseline, and what was judged by it."""
-        self.first = np.full((n, _BASELINE), np.nan)  # the metric in each window of the baseline
-        self.n_first = np.zeros(n, dtype=np.int64)  # windows in the baseline
-        self.streak = np.zeros(n, dtype=np.int64)  # windows in a row that passed the threshold
-        self.n_judged = np.zeros(n, dtype=np.int64)  # windows in which the metric was known
+        self.first = np.full((n, _BASELINE), np.nan)  # metric by baseline window
+        self.n_first = np.zeros(n, dtype=np.int64)
+        self.streak = np.zeros(n, dtype=np.int64)
+        self.n_judged = np.zeros(n, dtype=np.int64)
         self.raised, self.has_given_baseline = np.zeros(n, dtype=bool), np.zeros(n, dtype=bool)
 
     def set_baseline(self, i: int, baseline: float) -> None:
-        """Take the baseline of stream `i` from elsewhere."""
         self.first[i], self.n_first[i], self.n_judged[i] = baseline, _BASELINE, _BASELINE
         self.has_given_baseline[i] = True
 
     @property
     def baseline(self) -> Numbers:
-        """`[n]`, NaN where it is not known yet."""
-        medians: Numbers = np.median(self.first, axis=1)  # NaN with any NaN
+        """Medians `[n]`, NaN while unknown."""
+        medians: Numbers = np.median(self.first, axis=1)
         return medians
 
     def distances(self, values: Numbers) -> Numbers:
-        """Return how far values are from the baseline, and NaN while it is still made."""
+        """Distances from the baseline, NaN while it is incomplete."""
         begins = self.n_first < _BASELINE
         self.n_judged += ~np.isnan(values) & ~begins
         return np.where(begins, np.nan, np.abs(values - self.baseline))
 
     def add_to_baseline(self, values: Numbers, healthy: Mask) -> None:
-        """Take those of `healthy` windows into a baseline that is still made."""
         taken = (self.n_first < _BASELINE) & ~np.isnan(values) & healthy
         self.first[taken, self.n_first[taken]] = values[taken]
         self.n_first += taken
@@ -209,10 +197,7 @@ class _Watch:
 
 
 class Alerts:
-    """Rules over S streams that decide about the same tokens, `window` of them with each `add`.
-
-    `baseline` is that of drifts, where it is known from elsewhere.
-    """
+    """Rules over S streams that decide about the same tokens; `baseline`: reference of drifts."""
 
     def __init__(
         self,
@@ -227,10 +212,10 @@ class Alerts:
         self._n_tokens = 0
         self._now: dict[tuple[int, int], Alert] = {}
         self._at_once: list[_Watch] = []
-        self._watches: dict[tuple[int, str], list[_Watch]] = {}  # by how many tokens their windows have, and which
+        self._watches: dict[tuple[int, str], list[_Watch]] = {}  # by window size and `over(metric)`
         self._windows: dict[tuple[int, str], RoutingStatistics] = {}
         self._memory: dict[tuple[int, str], float] = {}
-        self._alerted: dict[tuple[int, str], Mask] = {}  # of which streams an alert held at some time in the window
+        self._alerted: dict[tuple[int, str], Mask] = {}  # streams with an alert during the window
         for number, rule in enumerate(rules):
             which = [i for i, stream in enumerate(streams) if rule.applies(stream)]
             if which:
@@ -246,7 +231,7 @@ class Alerts:
 
     @property
     def raised(self) -> list[Alert]:
-        """The alerts that hold now, as they were raised, oldest first."""
+        """Alerts in force, oldest first."""
         return sorted(self._now.values(), key=lambda alert: alert.at)
 
     def _all_watches(self) -> Iterator[_Watch]:
@@ -254,10 +239,7 @@ class Alerts:
 
     @property
     def unjudged(self) -> list[tuple[AlertRule, int]]:
-        """The rules that have not seen enough of each stream to judge, with how many tokens they need.
-
-        That such a rule raises nothing says nothing.
-        """
+        """Rules that cannot judge every stream yet, with the tokens they need."""
         return [
             (
                 watch.rule,
@@ -268,7 +250,7 @@ class Alerts:
         ]
 
     def baseline(self) -> dict[tuple[Stream, str, int], float]:
-        """Return what drifts are measured from, where it is known by now."""
+        """Return the known baselines of drifts."""
         return {
             (self._streams[int(stream)], watch.rule.metric, watch.size): float(value)
             for watch in self._all_watches()
@@ -278,7 +260,7 @@ class Alerts:
         }
 
     def reset_baseline(self) -> list[Alert]:
-        """Measure drifts anew, from the windows that begin now. Clear the alerts of drift and return them."""
+        """Measure drifts from the next window on; clear and return drift alerts."""
         cleared: list[Alert] = []
         for key, watches in self._watches.items():
             for watch in watches:
@@ -289,12 +271,12 @@ class Alerts:
                             replace(alert, raised=False, value=0.0, threshold=watch.rule.clear_at, at=self._n_tokens)
                         )
                     watch.reset(len(watch.raised))
-            if key in self._windows:  # what such a window holds so far was decided before
+            if key in self._windows:  # begun before the reset
                 self._alerted[key] |= self._windows[key].counted(key[1]) > 0
         return cleared
 
     def add_partial(self, statistics: RoutingStatistics) -> list[Alert]:
-        """Return the alerts that a window raises which is not full yet, by the rules that are `at_once`."""
+        """Return the alerts that `at_once` rules raise on an incomplete window."""
         alerts: list[Alert] = []
         for watch in self._at_once:
             not_raised = ~watch.raised
@@ -304,7 +286,7 @@ class Alerts:
         return alerts
 
     def add(self, statistics: RoutingStatistics, memory_share: float = math.nan) -> list[Alert]:
-        """Add a window of tokens and the share of the memory in use; return the alerts that it raises or clears."""
+        """Add a window and the share of memory in use; return the alerts raised or cleared."""
         self._n_tokens += statistics.n_tokens
         due: list[tuple[tuple[int, str], RoutingStatistics, Mask]] = []
         for key in self._watches:
@@ -327,7 +309,7 @@ class Alerts:
                 else:
                     watch.n_judged += ~np.isnan(values)
                 alerts += self._judge(watch, values, full[self._which(watch)], self._n_tokens)
-        for watch, values, key in makes_baseline:  # last: what these very windows raise keeps them out of baselines
+        for watch, values, key in makes_baseline:  # last: windows that raise are not in baselines
             self._alerted[key] |= self._alerted_now()
             watch.add_to_baseline(values, watch.rule.of_all | ~self._alerted[key][self._which(watch)])
         for key, window, full in due:
@@ -337,7 +319,6 @@ class Alerts:
         return alerts
 
     def _alerted_now(self) -> Mask:
-        """Of which streams an alert holds."""
         alerted = {alert.stream for alert in self._now.values()}
         return np.array([stream in alerted for stream in self._streams], dtype=bool)
 
@@ -346,7 +327,6 @@ class Alerts:
         return watch.which[:1] if watch.rule.of_all else watch.which
 
     def _values(self, watch: _Watch, window: RoutingStatistics, full: Mask, memory_share: float) -> Numbers:
-        """The metric of each stream of a watch, NaN where its window is not `full`."""
         metric, which = watch.rule.metric, self._which(watch)
         values: Numbers = np.where(
             full[which], memory_share if metric == MEMORY else window.metric(metric)[which], np.nan
@@ -354,11 +334,10 @@ class Alerts:
         return values
 
     def _judge(self, watch: _Watch, values: Numbers, full: Mask, at: int) -> Iterator[Alert]:
-        """Judge the metric's `values`, NaN where it is not known; `full`: where a window is counted."""
         rule = watch.rule
         threshold = np.where(watch.raised, rule.clear_at, rule.raise_at)
-        above = (rule.raise_at > rule.clear_at) != watch.raised  # to be cleared, it must go the other way
-        past = np.where(above, values > threshold, values < threshold)  # NaN passes nothing
+        above = (rule.raise_at > rule.clear_at) != watch.raised  # clearing is the reverse
+        past = np.where(above, values > threshold, values < threshold)
         watch.streak = np.where(past, watch.streak + 1, np.where(full, 0, watch.streak))
         for i in np.flatnonzero(watch.streak >= rule.in_a_row).tolist():
             watch.raised[i], watch.streak[i] = not watch.raised[i], 0

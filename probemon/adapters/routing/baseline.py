@@ -1,7 +1,7 @@
-"""Baselines of drift: what metrics of routing were where all was well, saved by one run and given to another.
+"""Drift baselines: metrics of a healthy run, for other runs.
 
-monitor.save_baseline("healthy.json")                       # or json.dump(monitor.report(), ...), which has it too
-RoutingMonitor(model, baseline="healthy.json")              # or that report, as a dict
+monitor.save_baseline("healthy.json")
+RoutingMonitor(model, baseline="healthy.json")
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _KINDS = {"source": str, "site": str, "layer": Integral, "level": str, "metric":
 
 
 def entries(baseline: Baseline) -> list[dict[str, Any]]:
-    """Return the baseline for JSON: each entry has a router, a metric, the tokens of a window, a value."""
+    """Return the baseline for JSON."""
     return [
         {**asdict(stream), "metric": metric, "tokens": tokens, "value": value}
         for (stream, metric, tokens), value in baseline.items()
@@ -33,7 +33,7 @@ def entries(baseline: Baseline) -> list[dict[str, Any]]:
 
 
 def write_baseline(path: str | os.PathLike[str], baseline: Baseline) -> None:
-    """Write a file for `read_baseline`, whole or not at all. Raises `ConfigError`."""
+    """Write a file for `read_baseline`, atomically. Raises `ConfigError`."""
     if not baseline:
         raise ConfigError(
             "no baseline is known yet, so none is saved: it takes five windows without alerts of a router "
@@ -46,7 +46,7 @@ def write_baseline(path: str | os.PathLike[str], baseline: Baseline) -> None:
 
 
 def read_baseline(source: object) -> dict[tuple[Stream, str, int], float]:
-    """Read a baseline from a report, its "baseline", or a JSON file with either. Raises `ConfigError`."""
+    """Read a baseline from a report, its "baseline", or a JSON file of either. Raises `ConfigError`."""
     what = "baseline"
     if isinstance(source, (str, os.PathLike)):
         what = f"baseline {os.fspath(source)!r}"
@@ -57,7 +57,7 @@ def read_baseline(source: object) -> dict[tuple[Stream, str, int], float]:
                 f"{what} cannot be read ({error.strerror}): give the file that save_baseline wrote"
             ) from None
         except (RecursionError, ValueError) as error:
-            raise ConfigError(f"{what} is no JSON ({error}): give the file that save_baseline wrote") from None
+            raise ConfigError(f"{what} is not JSON ({error}): give the file that save_baseline wrote") from None
     if isinstance(source, Mapping):
         source = source.get("baseline")
     if not isinstance(source, Sequence) or isinstance(source, str) or not source:
@@ -83,32 +83,32 @@ def read_baseline(source: object) -> dict[tuple[Stream, str, int], float]:
         if not abs(entry["value"]) < 1e300 or key in baseline:
             raise ConfigError(
                 f"{what} has {str(entry['metric'])[:40]!r} of "
-                f"{stream}{' twice' if key in baseline else ' with a value that is no finite number'}: save it again"
+                f"{stream}{' twice' if key in baseline else ' with a value that is not a finite number'}: save it again"
             )
         baseline[key] = float(entry["value"])
     return baseline
 
 
 def check_baseline(baseline: Baseline, sources: Iterable[Source], rules: Iterable[AlertRule], window: int) -> None:
-    """Raise `ConfigError` where an entry is of no router here, or of no rule of drift: it would have no effect."""
-    known: dict[Stream, set[tuple[str, int]]] = {}
+    """Raise `ConfigError` if an entry matches no router or drift rule."""
+    judged_metrics: dict[Stream, set[tuple[str, int]]] = {}
     for source in sources:
-        # Which levels are in use shows only in a forward.
+        # The levels in use are known only after a forward.
         streams = [Stream(BEM, "bem", -1, level) for level in LEVELS] if source.kind == BEM else source.streams
         for stream in streams:
-            known[stream] = {
+            judged_metrics[stream] = {
                 (rule.metric, rule.size(source.n_experts, source.n_chosen, window))
                 for rule in rules
                 if rule.drift and rule.applies(stream)
             }
     for stream, metric, tokens in baseline:
-        if stream not in known:
+        if stream not in judged_metrics:
             raise ConfigError(
-                f"the baseline is of other routers: it has {stream}, here are {', '.join(map(str, list(known)[:4]))}. "
-                "Give one that was saved of this model"
+                f"the baseline is of other routers: it has {stream}, this model has "
+                f"{', '.join(map(str, list(judged_metrics)[:4]))}. Give one saved from this model"
             )
-        if (metric, tokens) not in known[stream]:
-            looked_at = ", ".join(f"{name} over {n}" for name, n in sorted(known[stream])) or "none"
+        if (metric, tokens) not in judged_metrics[stream]:
+            looked_at = ", ".join(f"{name} over {n}" for name, n in sorted(judged_metrics[stream])) or "none"
             raise ConfigError(
                 f"the baseline has {metric} over windows of {tokens} tokens of {stream}, and the rules of drift look "
                 f"at {looked_at}: give one saved with these rules and this window"

@@ -1,4 +1,4 @@
-"""Captures: what router sites give, read with the time that it takes, and brought to the host as arrays."""
+"""Router outputs: reading with timing, and copies to host memory."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from probemon.host.site import Site
 
 
 def timed(site: Site, reading: Any) -> Site:
-    """Return the site such that `reading.seconds` adds up the time that reading takes."""
+    """Return a site that adds its reading time to `reading.seconds`."""
 
     def read(output: Any) -> Tensor:
         if torch.compiler.is_dynamo_compiling():
@@ -29,11 +29,11 @@ def timed(site: Site, reading: Any) -> Site:
 
 
 def to_host(states: Mapping[str, Tensor]) -> dict[str, Singles] | Callable[[], dict[str, Singles]]:
-    """Return states as arrays; for those on a GPU, return what waits for the arrays and returns them."""
+    """Return states as arrays; for a GPU, a function that waits for them."""
     device = next((x.device for x in states.values() if x.is_cuda), None)
     if device is None:
         return {site: x.detach().float().cpu().numpy() for site, x in states.items()}
-    joined = torch.cat([x.detach().float().to(device) for x in states.values()], dim=1)  # one copy for all sites
+    joined = torch.cat([x.detach().float().to(device) for x in states.values()], dim=1)
     pinned = torch.empty(joined.shape, dtype=torch.float32, device="cpu", pin_memory=True)
     copy = pinned.copy_(joined, non_blocking=True)
     arrived = torch.cuda.current_stream(device).record_event()

@@ -1,12 +1,6 @@
-"""Decisions: what routers of any kind decided about tokens.
+"""Decisions of routers of any kind.
 
-    decisions = source.decisions(states)            # of S streams about n tokens
-    decisions.weights, decisions.top_idx            # [S, n, E], [S, n, k]
-    history = History(n_rows, n_streams)
-    changes = history.compare(rows, decisions)      # against the token before each, of the same row
-
-A stream is one router: that of a layer of a mixture of experts, one level of a BEM controller, an X-LoRA classifier,
-the reads of one memory.
+A stream is one router: a mixture-of-experts layer, a level of a BEM controller, an X-LoRA classifier, a memory.
 """
 
 from __future__ import annotations
@@ -25,19 +19,18 @@ Numbers = npt.NDArray[np.float64]
 Singles = npt.NDArray[np.float32]
 
 MOE, XLORA, BEM, SLOTS = "moe", "xlora", "bem", "memory"
-SSM = "ssm"  # no router, and nothing is decided: a layer that keeps a state
-LARGEST = MAX_NORM * (1 + 1e-5)  # norm of a code, rounded: beyond it a batch's products would leave 64 bits
-SAME = 1e-4  # codes that differ by less, relative to their size, are one: a prompt's and a step's sums differ in order
+SSM = "ssm"  # recurrent layers, in alerts only
+LARGEST = MAX_NORM * (1 + 1e-5)  # norm of a code; a batch's products must fit 64 bits
+SAME = 1e-4  # relative; prompts and steps sum in different orders
 # Fields [S, n, ...]; the others are [n].
 _BY_STREAM = ("raw", "weights", "top_idx", "top_w", "top_position", "top_token", "decided", "steering")
 
 
 @dataclass(frozen=True)
 class Stream:
-    """One router: its `source`, the site where it is read, its host layer, its BEM level.
+    """One router; `layer` -1 or `level` "" for none.
 
-    `source` is "moe", "xlora", "bem" or "memory"; of a recurrent layer, in alerts alone, "ssm". `layer` is -1 where it
-    is of no layer in particular, `level` "" where it gives no BEM code.
+    `source` is "moe", "xlora", "bem" or "memory"; in alerts also "ssm".
     """
 
     source: str
@@ -51,22 +44,20 @@ class Stream:
 
 @dataclass(frozen=True)
 class Decisions:
-    """What S streams decided about n tokens, over E experts, or as codes of E dimensions.
+    """What S streams decided about n tokens, over E experts or as codes of E dimensions.
 
-    - `raw [S, n, E]` fp32: what the router gave (logits, scalings, a code).
-    - `weights [S, n, E]` fp64: its distributions, each of which sums to 1; None for codes, which are none.
-    - `top_idx`, `top_w` `[S, n, k]`: what was chosen and how much of it, most first.
-    - `decided [S, n]`: False where the decision of an earlier token was used again.
-    - `confidence`, `sigma1`, `delta_rel_norm` `[n]`: NaN where the router does not give them.
-    - `fallback [n]`: whether a fallback was in force.
-    - `chunk [n]`: of codes, the chunk that the token is in.
-    - `level [n]`: of codes, the number of the stream whose code most sites take; None where the router does not say.
-    - `steering [S, n]`: of codes, False where no site takes that level, and in a row's first chunk, whose code is a
-      learned constant. None means True for all.
-    - `top_position`, `top_token` `[S, n, k]`: of memory slots, which token each was written at: its place among the
-      real tokens of its row, and its id; -1 for none. None for other routers.
-    - `measured [n, K]`: sizes of an adapter's updates, as `probemon.adapters.bem.measures` names them; None where
-      nobody asked.
+    - `raw [S, n, E]` fp32: logits, scalings or a code.
+    - `weights [S, n, E]` fp64: distributions; None for codes.
+    - `top_idx`, `top_w` `[S, n, k]`: what was chosen and its weight, largest first.
+    - `decided [S, n]`: False if an earlier decision was reused.
+    - `confidence`, `sigma1`, `delta_rel_norm` `[n]`: NaN if not given.
+    - `fallback [n]`: a fallback was in force.
+    - `chunk [n]`, `level [n]`: of codes, the token's chunk, and the stream whose code most sites take.
+    - `steering [S, n]`: of codes, False for a level that no site takes, and in a row's first chunk (its code is
+      constant); None means True.
+    - `top_position`, `top_token` `[S, n, k]`: of memory slots, the token that each was written at: its place among the
+      row's real tokens and its id, or -1.
+    - `measured [n, K]`: see `probemon.adapters.bem.measures`.
     """
 
     raw: Singles
@@ -87,7 +78,7 @@ class Decisions:
 
     @classmethod
     def of(cls, raw: Singles, weights: Numbers | None, top_idx: Ints, top_w: Singles, **more: object) -> Decisions:
-        """Fill in what a router does not give that has no chunks, confidence or updates."""
+        """Fill in defaults for what a router does not give."""
         n_streams, n = raw.shape[:2]
         unknown = np.full(n, np.nan, dtype=np.float32)
         defaults = {
@@ -104,11 +95,11 @@ class Decisions:
 
     @property
     def n_streams(self) -> int:
-        """The number of streams, S."""
+        """Number of streams."""
         return self.raw.shape[0]
 
     def take(self, tokens: Ints) -> Decisions:
-        """Return the decisions about the tokens of these numbers."""
+        """Return the decisions about some tokens, by index."""
 
         def taken(name: str) -> Any:
             values = getattr(self, name)
@@ -118,7 +109,7 @@ class Decisions:
 
     @staticmethod
     def join(parts: list[Decisions]) -> Decisions:
-        """Return the decisions of several batches of the same streams, one batch after another."""
+        """Join batches of the same streams."""
         if len(parts) == 1:
             return parts[0]
 
@@ -132,7 +123,7 @@ class Decisions:
 
     @cached_property
     def finite(self) -> Mask:
-        """`[S, n]`: False where a router gave no finite number, or a code whose norm is beyond the limits."""
+        """Mask `[S, n]`: decisions that are finite, codes within `LARGEST`."""
         if self.weights is not None:
             return np.asarray(np.isfinite(self.raw).all(axis=-1))
         with np.errstate(invalid="ignore"):
@@ -141,24 +132,22 @@ class Decisions:
 
 @dataclass(frozen=True)
 class Changes:
-    """How decisions about n tokens differ from those about the token before each.
+    """How decisions about n tokens differ from those about the previous token.
 
-    - `flips [S, n]`: 1 where another expert comes first, 0 where the same does, -1 where no token went before, or
-      one of the two decisions is not finite.
-    - `invalidated [S, n]`: the code is another one though nothing was decided, so that keys and values before it were
-      computed with an older one.
+    - `flips [S, n]`: 1 if the top expert differs, 0 if not, -1 if unknown.
+    - `invalidated [S, n]`: the code changed without a decision, so cached keys and values are outdated.
     """
 
     flips: npt.NDArray[np.int8]
     invalidated: Mask
 
     def take(self, tokens: Ints | slice) -> Changes:
-        """Return the changes at the tokens of these numbers."""
+        """Return the changes at some tokens, by index."""
         return Changes(self.flips[:, tokens], self.invalidated[:, tokens])
 
 
 class History:
-    """The decisions about each row's newest token, with which `compare` compares the next ones."""
+    """Each row's newest decision."""
 
     def __init__(self, n_rows: int, n_streams: int) -> None:
         self._top: Ints = np.full((n_rows, n_streams), -1, dtype=np.int64)
@@ -166,14 +155,14 @@ class History:
         self._code: Singles | None = None
 
     def forget(self, rows: Ints) -> None:
-        """Forget the newest tokens of rows in which tokens went by unseen: the next ones have no neighbour."""
+        """Forget rows with unseen tokens."""
         self._top[rows] = -1
         self._chunk[rows] = -1
 
     def compare(self, rows: Ints, decisions: Decisions, begins: Mask | None = None) -> Changes:
-        """Return what changed at tokens in `rows [n]`, in which those of a row stand together, and keep the newest.
+        """Return the changes at tokens in `rows [n]`, grouped by row, and keep the newest.
 
-        `begins [n]`: a token that has no neighbour before it, since it is the first of a sequence packed in its row.
+        `begins [n]`: True for the first token of a packed sequence.
         """
         first = np.where(decisions.finite, decisions.top_idx[:, :, 0], -1)
         before = np.empty_like(first)
@@ -183,7 +172,7 @@ class History:
         if begins is not None:
             before[:, begins] = -1
         flips = np.where((before < 0) | (first < 0), -1, before != first).astype(np.int8)
-        self._top[rows] = first.T  # of a row that occurs more than once, the last
+        self._top[rows] = first.T  # the last of a row wins
         return Changes(flips, self._invalidated(rows, new_row, decisions, begins))
 
     def _invalidated(self, rows: Ints, new_row: Mask, decisions: Decisions, begins: Mask | None) -> Mask:
@@ -204,19 +193,19 @@ class History:
 
 
 def entropy(shares: Numbers) -> Numbers:
-    """Return the entropy in nats of distributions along the last axis, NaN where one has no finite number."""
+    """Entropy in nats along the last axis; NaN if not finite."""
     with np.errstate(divide="ignore", invalid="ignore"):
         sums: Numbers = np.where(shares == 0, 0.0, shares * np.log(shares)).sum(axis=-1)
-    return 0.0 - sums  # unlike -sums, no -0.0 where one share is 1
+    return 0.0 - sums  # no -0.0
 
 
 def norms(raw: Singles) -> Numbers:
-    """Return the norms `[...]` of vectors `[..., E]`, in fp64."""
+    """Norms `[...]` fp64 of vectors `[..., E]`."""
     wide = raw.astype(np.float64)
     squares: Numbers = (wide * wide).sum(axis=-1)
     return np.sqrt(squares)
 
 
 def largest(values: npt.NDArray[np.floating], k: int) -> Ints:
-    """Return the indices `[..., k]` of the largest values, largest first; of equal ones the lower index."""
+    """Indices `[..., k]` of the largest values, descending; ties to the lower index."""
     return np.argsort(-values, axis=-1, kind="stable")[..., :k].astype(np.int64)

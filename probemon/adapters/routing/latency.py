@@ -1,17 +1,12 @@
-"""How long forwards, controllers and tokens take, and alerts where a stated limit is passed or memory jumps.
+"""Durations of forwards, controllers and tokens, with alerts on latency limits and memory spikes.
 
-    with RoutingMonitor(model, bem=bem, limits=(LatencyLimit("token", 0.2),)) as monitor:
-        model.generate(**inputs)
-    monitor.report()["seconds"]["token"]                  # {"n": 47, "p50": 0.041, "p95": 0.055, "p99": 0.061}
+Measured in the generating thread; only `token` waits for the GPU:
 
-Three kinds of durations, by the clock of the thread that runs the host, which on a GPU does not wait for it:
+- `forward`: a forward of the model, hooks included
+- `controller`: a BEM controller, per forward
+- `token`: between generated tokens; accepted drafts share it
 
-- `forward`: a forward of the host, our hooks in it included
-- `controller`: a BEM adapter's controller, in a forward
-- `token`: from one generated token to the next, whatever is done between; it waits for the GPU, as sampling does.
-  Where drafts are accepted several come at once, and share the time.
-
-A forward inside compiled code is not seen. Memory is asked for after every `MemorySpike.every` forwards.
+Forwards in compiled code are not measured.
 """
 
 from __future__ import annotations
@@ -42,15 +37,15 @@ from probemon.util.checks import LARGEST, check_count, check_number
 
 KINDS = ("forward", "controller", "token")
 SPIKE = "memory spike"
-# Upper ends of the buckets that Prometheus gets: factors of two from 50 us to 105 s.
+# Upper ends, 50 us to 105 s.
 BUCKETS = tuple(5e-5 * 2**i for i in range(22))
 
 
 @dataclass(frozen=True)
 class LatencyLimit:
-    """Alert where a quantile of durations of `kind` is over `seconds`, in `in_a_row` windows of `window` durations.
+    """Alert if a quantile of durations of `kind` exceeds `seconds` in `in_a_row` windows of `window` durations.
 
-    It is over after as many windows under `clear_seconds`, by default four fifths of `seconds`. Raises `ConfigError`.
+    Cleared after as many windows below `clear_seconds` (default: 80 % of `seconds`). Raises `ConfigError`.
     """
 
     kind: str
@@ -75,16 +70,15 @@ class LatencyLimit:
 
     @property
     def alert(self) -> str:
-        """What its alerts are called."""
+        """Name of its alerts."""
         return f"slow {self.kind}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class MemorySpike:
-    """Alert where memory in use is `rise` times the median of the last `window` looks, and `least_bytes` more.
+    """Alert if memory in use exceeds the median of the last `window` looks `rise` times and by `least_bytes`.
 
-    It is over once the use is under `clear` times that median. A level that stays becomes the median: levels have a
-    rule of their own (`memory_share`). A look is taken after every `every` forwards. Raises `ConfigError`.
+    Cleared below `clear` times the median. Looks are taken every `every` forwards. Raises `ConfigError`.
     """
 
     rise: float = 1.5
@@ -104,7 +98,7 @@ class MemorySpike:
 
 
 class Durations:
-    """Durations of one kind: quantiles of all, counts by bucket, and the limits that they are held to."""
+    """Durations of one kind: quantiles, bucket counts and limits."""
 
     def __init__(self, kind: str, limits: Sequence[LatencyLimit]) -> None:
         self.kind, self.sketch = kind, LogSketch()
@@ -112,7 +106,7 @@ class Durations:
         self._limits = [_Held(limit) for limit in limits if limit.kind == kind]
 
     def add(self, seconds: float, count: int = 1) -> list[Alert]:
-        """Add a duration that came `count` times; return the alerts that are raised or cleared."""
+        """Add a duration `count` times; return the alerts raised or cleared."""
         seconds = max(0.0, seconds)
         self.sketch.add(seconds, count)
         self.counts[bisect.bisect_left(BUCKETS, seconds)] += count
@@ -125,18 +119,16 @@ class Durations:
 
     @property
     def raised(self) -> list[Alert]:
-        """The alerts that hold now."""
+        """Alerts in force."""
         return [held.raised for held in self._limits if held.raised is not None]
 
     def report(self) -> dict[str, Any]:
-        """Return how many there were, and their quantiles, None where there is none."""
+        """Return count and quantiles (None without any)."""
         n = self.sketch.n
         return {"n": n, **{name: self.sketch.quantile(q) if n else None for name, q in QUANTILES.items()}}
 
 
 class _Held:
-    """A limit, and the window that it is in."""
-
     def __init__(self, limit: LatencyLimit) -> None:
         self.limit = limit
         self.raised: Alert | None = None
@@ -172,7 +164,7 @@ class _Held:
 
 
 class Spikes:
-    """Memory in use beside its running median."""
+    """Memory in use against its running median."""
 
     def __init__(self, rule: MemorySpike) -> None:
         self.rule = rule
@@ -181,11 +173,11 @@ class Spikes:
 
     @property
     def median(self) -> float:
-        """Of the looks so far, NaN before the first."""
+        """Median of the looks, else NaN."""
         return statistics.median(self._looks) if self._looks else math.nan
 
     def add(self, used: int, at: int) -> list[Alert]:
-        """Add a look; return the alert that it raises or clears. The first looks, a quarter of a window, raise none."""
+        """Add a look; return alerts raised or cleared."""
         rule, median = self.rule, self.median
         enough = len(self._looks) >= max(3, rule.window // 4)
         self._looks.append(used)
@@ -221,10 +213,7 @@ class Spikes:
 
 
 class Latencies:
-    """Durations and memory of a host while it is attached; `report(alerts)` is called with what is raised or cleared.
-
-    `controller`: of a BEM adapter, or None.
-    """
+    """Durations and memory of a model while attached; calls `report(alerts)` on changes."""
 
     def __init__(
         self,
@@ -249,7 +238,7 @@ class Latencies:
         self._last: weakref.WeakKeyDictionary[Any, float] = weakref.WeakKeyDictionary()
 
     def attach(self, *, one_thread: bool = False) -> None:
-        """Put its hooks on the modules. `one_thread`: what the calling thread runs is measured alone."""
+        """Hook the modules. `one_thread`: measure the calling thread only."""
         self._threads = WatchedThreads(one_thread)
         self._threads.attach()
         with ExitStack() as stack:
@@ -260,11 +249,11 @@ class Latencies:
             self._stack = stack.pop_all()
 
     def detach(self) -> None:
-        """Take them off."""
+        """Remove the hooks."""
         self._stack.close()
 
     def tokens(self, recording: Any, n: int) -> None:
-        """Note that a generation has come on by `n` tokens of each row; 0 for its prompt."""
+        """Note that a generation advanced by `n` tokens per row (0: prompt)."""
         now, last = self._clock(), self._last.get(recording)
         self._last[recording] = now
         if n and last is not None:
@@ -272,7 +261,7 @@ class Latencies:
 
     @property
     def raised(self) -> list[Alert]:
-        """The alerts that hold now."""
+        """Alerts in force."""
         with self._lock:
             spike = self.spikes.raised if self.spikes is not None else None
             slow = [alert for durations in self.kinds.values() for alert in durations.raised]
@@ -280,16 +269,16 @@ class Latencies:
 
     @property
     def alert_kinds(self) -> set[str]:
-        """What its alerts may be called."""
+        """Possible alert kinds."""
         return {limit.alert for limit in self.limits} | ({SPIKE} if self.spikes is not None else set())
 
     def as_dict(self) -> dict[str, Any]:
-        """Return every kind's count and quantiles, for JSON."""
+        """Return each kind's count and quantiles."""
         with self._lock:
             return {kind: durations.report() for kind, durations in self.kinds.items()}
 
     def histograms(self) -> dict[str, tuple[list[int], float]]:
-        """Return by kind how many durations each of `BUCKETS` holds, and one more for those beyond, and their sum."""
+        """Return by kind the counts of `BUCKETS` (and one beyond), and the sum."""
         with self._lock:
             return {kind: (list(durations.counts), durations.total) for kind, durations in self.kinds.items()}
 

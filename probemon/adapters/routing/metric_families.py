@@ -1,4 +1,4 @@
-"""The metrics of routing for Prometheus: one table, of which the metrics and the page are made."""
+"""Prometheus metrics of routing."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ FAMILIES = {
             "probemon_routing_tokens_total",
             "counter",
             ("seen",),
-            "Tokens of the host, by whether their routing was seen",
+            "Tokens of the model, by whether their routing was seen",
             ROUTING,
         ),
         Family(
@@ -27,31 +27,29 @@ FAMILIES = {
             "probemon_routing",
             "gauge",
             (*_ROUTER, "metric"),
-            "A metric of a router over all tokens of the newest run: see docs/routing.md",
+            "A metric of a router over all tokens of the newest run: see docs/memory-and-routing.md",
             ROUTING,
         ),
         Family(
             "probemon_recurrent",
             "gauge",
             ("site", "metric"),
-            "A metric of a recurrent layer over all tokens of the newest run: see docs/recurrent-hosts.md",
+            "A metric of a recurrent layer over all tokens of the newest run: see docs/memory-and-routing.md",
             ROUTING,
         ),
-        Family(
-            "probemon_routing_alerts", "gauge", ("kind",), "Alerts of routing that hold now, by their rule", ROUTING
-        ),
+        Family("probemon_routing_alerts", "gauge", ("kind",), "Alerts of routing in force, by rule", ROUTING),
         Family("probemon_routing_alerts_raised_total", "counter", (), "Alerts of routing that were raised", ROUTING),
         Family(
             "probemon_routing_unjudged",
             "gauge",
             ("kind",),
-            "Tokens that a rule needs before it can be judged: until then no alert says nothing",
+            "Tokens that a rule needs before it can judge; until then a missing alert means nothing",
             ROUTING,
         ),
         Family(
             "probemon_routing_capture_seconds", "gauge", ("percentile",), "Time that a decision's capture took", ROUTING
         ),
-        Family("probemon_forward_seconds", "histogram", (), "Time that a forward of the host took", ROUTING),
+        Family("probemon_forward_seconds", "histogram", (), "Time that a forward of the model took", ROUTING),
         Family(
             "probemon_controller_seconds",
             "histogram",
@@ -66,5 +64,5 @@ FAMILIES = {
 
 
 def table() -> str:
-    """Return the families as a table of Markdown."""
-    return table_of("Of runs that a `Routing` follows, and of monitors of routing", list(FAMILIES.values()))
+    """Return the families as a Markdown table."""
+    return table_of("Runs that a `Routing` follows, and routing monitors", list(FAMILIES.values()))

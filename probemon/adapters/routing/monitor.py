@@ -1,13 +1,9 @@
-"""RoutingMonitor: watches the routers and the recurrent layers of one host model while its `with` block is open.
+"""RoutingMonitor: watches a model's routers and recurrent layers while its `with` block is open.
 
-    with RoutingMonitor(model) as monitor:
-        monitor.add_sink(RoutingParquet("routing.parquet"))
-        out = model.generate(**inputs, max_new_tokens=50)
-    monitor.report()                        # per router: entropies, load, flips, ...; latency, memory, alerts
-
-Alongside probes a `Routing` (`probemon.adapters.routing.recorder`) does the same as a follower of their run. Only
-tokens of the output count: rejected drafts, dropped beams and padding do not. Probes and routers share the code that
-finds out which tokens those are (`probemon.tracking.watcher`): a router is one more site of it.
+with RoutingMonitor(model) as monitor:
+    monitor.add_sink(RoutingParquet("routing.parquet"))
+    model.generate(**inputs, max_new_tokens=50)
+monitor.report()                        # per router: entropies, load, flips, ...
 """
 
 from __future__ import annotations
@@ -32,12 +28,11 @@ from probemon.util.checks import check_choice
 
 
 class RoutingMonitor(Routing):
-    """A `Routing` that watches a model by itself, without probes.
+    """A `Routing` that watches a model by itself, without probes. Only output tokens count.
 
-    `settings` may also be given by name: `RoutingMonitor(model, bem=bem)`. `on_gap`: "raise" `AlignmentError` where our
-    hooks did not see a forward, or "report" it (`gaps`). Raises `NotSupportedHost` where no router and no recurrent
-    layer is known, `ConfigError` (`UnknownSetting` for a typo). Errors of sinks, listeners and actions on alerts are
-    raised as `CallbackFailed` when the block ends.
+    `settings` may be given by name. `on_gap`: "raise" `AlignmentError` or "report" (`gaps`) if a forward bypasses the
+    hooks. Raises `UnsupportedModel` without a known router or recurrent layer. Callback errors are raised as
+    `CallbackFailed` when the block ends.
     """
 
     def __init__(
@@ -70,7 +65,7 @@ class RoutingMonitor(Routing):
 
     @property
     def forward_seconds(self) -> list[float]:
-        """Seconds spent in our hooks, one entry a forward of the host, of the newest 10,000."""
+        """Seconds spent in the hooks, per forward; the newest 10,000."""
         return list(self._watcher.forward_seconds)
 
     def gap(self, gap: Gap) -> None:
@@ -80,9 +75,8 @@ class RoutingMonitor(Routing):
     def _record(
         self, generation: Generation | None, recording: Recording, placed: PlacedTokens, states: States | str
     ) -> Report | None:
-        """Record decisions, number the tokens, and keep nothing of them, so that nothing grows."""
         taken = self.taking(recording, placed, states)
-        with self._lock:
+        with self._lock:  # number the tokens, keep nothing: memory must not grow
             recording.add_forgotten(len(placed))
             keep_newest(self._watcher.recordings, 0)
 

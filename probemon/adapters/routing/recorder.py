@@ -1,12 +1,10 @@
-"""Routing: records, statistics and alerts of what a model's routers decided about accepted tokens.
+"""Routing: records, statistics and alerts of a model's routers at accepted tokens.
 
-    routing = Routing()                             # Routing(bem=bem) for a BEM adapter's router, too
-    with manager.attach(model, tokenizer, followers=[routing]) as run:      # alongside probes, of the same tokens
-        routing.add_sink(RoutingParquet("routing.parquet"))
-        model.generate(**inputs)
-    routing.report()                                # per router: entropies, load, flips, ...; latency, memory, alerts
-
-Without probes a `RoutingMonitor` does the same. Either hands over tokens whose place is known.
+routing = Routing()                             # Routing(bem=bem) to include a BEM adapter
+with manager.attach(model, tokenizer, followers=[routing]) as run:
+    routing.add_sink(RoutingParquet("routing.parquet"))
+    model.generate(**inputs)
+routing.report()
 """
 
 from __future__ import annotations
@@ -56,12 +54,12 @@ if TYPE_CHECKING:
 
 Listener = Callable[[PlacedTokens, Decisions, RoutingRecord], object]
 LOG = logging.getLogger("probemon")
-_CELLS = 1 << 20  # weights turned into statistics at once: a long prompt of many experts is taken in parts
+_CELLS = 1 << 20  # weights processed at once
 
 
 @dataclass(frozen=True)
 class _PendingDecisions:
-    """Decisions about tokens of beams, which may not be in the output; `entries [n]`: numbers in the recording."""
+    """Decisions about beam tokens; `entries [n]`: numbers in the recording."""
 
     placed: PlacedTokens
     entries: Ints
@@ -71,44 +69,37 @@ class _PendingDecisions:
 
 @dataclass
 class _SourceState:
-    """What is kept of a source during a generation."""
-
     history: History
-    pending: list[_PendingDecisions] = field(default_factory=list)  # until the generation ends
+    pending: list[_PendingDecisions] = field(default_factory=list)  # of beams, until the generation ends
 
 
 class Routing(Follower):
-    """Follows one run, and records what the routers of its model decide about accepted tokens.
+    """Follows one run, and records what its model's routers decide about accepted tokens.
 
-    `settings` may also be given by name: `Routing(bem=bem)`. `attach` raises `NotSupportedHost` where no router and no
-    recurrent layer is known, `ConfigError` for a baseline that does not fit.
+    Without probes, use `RoutingMonitor`. `settings` may be given by name: `Routing(bem=bem)`. `attach` raises
+    `UnsupportedModel` without a known router or recurrent layer, `ConfigError` for an unsuitable baseline. `recurrent`:
+    the `StateRecorder` of recurrent layers, or None.
 
-    Recurrent layers decide nothing: what they keep is added up by `recurrent`, a `StateRecorder`, None in other models.
-    It is in the report, in the alerts and in `unjudged`, and in no record.
-
-    With beams, decisions are recorded when `generate()` returns. One that several returned sequences share (in their
-    prompt, or where they begin alike) is recorded and counted once, in the first row that has it.
+    With beams, decisions are recorded when `generate()` returns; one shared by several sequences counts once.
     """
 
     def __init__(self, settings: RoutingSettings | None = None, **by_name: Any) -> None:
         if settings is not None and by_name:
-            raise ConfigError(f"settings and {', '.join(by_name)} beside them: give either")
+            raise ConfigError(f"settings and {', '.join(by_name)} are both given: give one or the other")
         if settings is not None and not isinstance(settings, RoutingSettings):
             raise ConfigError(f"settings of routing are {settings!r}: give a RoutingSettings, or settings by name")
         self._settings = RoutingSettings.by_name(**by_name) if settings is None else settings
         self._watching = False
 
     def watch(self, model: Any, guard: Callable[..., None]) -> None:
-        """Find the routers of a model. `guard(what, function, *arguments)` calls a function of the user's, and keeps
-        its errors from the model.
-        """
+        """Find a model's routers. `guard(what, function, *arguments)` calls user functions and catches their errors."""
         if self._watching:
             raise ConfigError("this Routing watches another run: make one for each")
         settings = self._settings
         self.sources: list[Source] = find_sources(model, bem=settings.bem)
         self.run_id = settings.run_id or uuid.uuid4().hex
         self.n_unseen = self.n_tokens = 0
-        self.n_alerts = 0  # raised so far
+        self.n_alerts = 0
         self.recurrent: StateRecorder | None = None
         if any(find_mixers(model)):
             self.recurrent = StateRecorder(model, states=settings.states, guard=guard, on_alert=self._report_alerts)
@@ -137,37 +128,35 @@ class Routing(Follower):
         self._reading = threading.local()
         self._taken: weakref.WeakKeyDictionary[Batch, list[Callable[[], None]]] = weakref.WeakKeyDictionary()
         routers = [timed(site, self._reading) for source in self.sources for site in source.sites]
-        self.sites = [*routers, *(self.recurrent.sites if self.recurrent is not None else ())]  # for a Watcher
+        self.sites = [*routers, *(self.recurrent.sites if self.recurrent is not None else ())]
         self._watching = True
 
-    # -- what a run tells ------------------------------------------------------------------------
-
     def attaching(self, run: MonitorRun) -> Sequence[Site]:
-        """Find the routers of a run's model, and return where they are."""
+        """Find the routers of a run's model, and return their sites."""
         self.watch(run.model, run.guard)
         return self.sites
 
     def began(self, run: MonitorRun) -> None:
-        """Begin to measure how long forwards take: of the calling thread alone, where that alone is watched."""
+        """Start measuring durations."""
         self.latency.attach(one_thread=run.options.one_thread)
 
     def states(self, batch: Batch, hidden: States | str) -> None:
-        """Take tokens, which are recorded once they are scored."""
+        """Take tokens, to be recorded once scored."""
         self._taken[batch] = self.taking(batch.recording, batch.placed, hidden)
 
     def reads(self, batch: Batch) -> MemoryReads | None:
-        """Return what memories read at the newest tokens, None where the model has no memory."""
+        """Return the newest memory reads, None without a memory."""
         self.scored(batch)
         with self._lock:
             return self._newest_reads.of(batch.recording, batch.recording.n_entries, len(batch.placed))
 
     def scored(self, batch: Batch, scores: Scores | None = None) -> None:
-        """Record what was decided about tokens, once."""
+        """Record the decisions about tokens, once."""
         for record in self._taken.pop(batch, ()):
             record()
 
     def ended(self, recording: Recording, error: BaseException | None) -> None:
-        """Count what beams decided, where a generation returned: then it is known which decisions are of its output."""
+        """Count the decisions of returned beams."""
         if error is not None:
             return
         if self.recurrent is not None:
@@ -178,23 +167,20 @@ class Routing(Follower):
                     self._count_beams(number, recording, state.pending)
 
     def finish(self, failed: bool) -> None:
-        """Finish the sinks; their errors are those of the run."""
+        """Close the sinks; report their errors to the run."""
         for error in self.close():
             self._guard("a sink of routing", raise_error, error)
 
     def sums(self) -> type:
-        """Return what adds routing up for Prometheus."""
+        """Return the class that sums routing for Prometheus."""
         from probemon.adapters.routing.routing_metrics import RoutingSums
 
         return RoutingSums
 
-    # -- the face --------------------------------------------------------------------------------
-
     def add_sink(self, sink: Any, *, max_batches: int = 1024) -> Delivery:
-        """Send every record to a sink, in a thread of its own, until the block ends.
+        """Send every record to a sink, in a separate thread, until the block ends.
 
-        Sinks are `RoutingJsonLines`, `RoutingParquet` and `CallbackSink`. Raises `ConfigError` once the block has
-        ended, as `listen` and `on_alert` do.
+        Sinks are `RoutingJsonLines`, `RoutingParquet`, `CallbackSink`. Raises `ConfigError` outside the block.
         """
         self._check_not_ended("this sink")
         if not is_sink(sink):
@@ -203,8 +189,8 @@ class Routing(Follower):
             )
         if not self.sources:
             raise ConfigError(
-                "the host has recurrent layers and no router, so there are no decisions to write: report() has what its"
-                " layers keep, and recurrent.listen(...) every token"
+                "the model has recurrent layers and no router, so there are no decisions to write: report() has what"
+                " its layers keep, and recurrent.listen(...) every token"
             )
         delivery = Delivery(sink, max_batches=max_batches)
         delivery.start([])
@@ -212,9 +198,9 @@ class Routing(Follower):
         return delivery
 
     def listen(self, listener: Listener) -> None:
-        """Call `listener(placed, decisions, record)` with every batch of tokens, in the thread that generates.
+        """Call `listener(placed, decisions, record)` with every batch, in the generating thread.
 
-        With beams it is called when `generate()` returns.
+        With beams, when `generate()` returns.
         """
         check_callable("listen", listener)
         self._check_not_ended("this listener")
@@ -222,46 +208,40 @@ class Routing(Follower):
 
     def _check_not_ended(self, what: str) -> None:
         if not self._watching:
-            raise ConfigError(f"nothing is watched yet, so {what} has nothing to hear: give this to attach first")
+            raise ConfigError(f"nothing is watched yet, so {what} would receive nothing: give this to attach first")
         if self._closed:
             raise ConfigError(f"the block has ended, so {what} would be given nothing: give it before")
 
     def watches(self, bem: Any) -> bool:
-        """Whether it records the codes of this adapter."""
+        """True if it records this adapter."""
         return any(isinstance(source, BemController) and source.bem is bem for source in self.sources)
 
     def on_alert(self, action: Callable[[Alert], object]) -> None:
-        """Call `action(alert)` where an alert is raised or cleared, in the thread that generates."""
+        """Call `action(alert)` when an alert is raised or cleared, in the generating thread."""
         check_callable("on_alert", action)
         self._check_not_ended("this action")
         self._on_alert.append(action)
 
     @property
     def alerts(self) -> list[Alert]:
-        """The alerts that hold now."""
+        """Alerts in force."""
         with self._lock:
             routed = [alert for tally in self._tallies.values() for alert in tally.alerts.raised]
         return [*routed, *(self.recurrent.alerts if self.recurrent is not None else ()), *self.latency.raised]
 
     @property
     def kinds(self) -> list[str]:
-        """The kinds of alert that its rules raise, each once."""
+        """Alert kinds of the rules."""
         states = () if self.recurrent is None else self.recurrent.kinds
         return sorted({rule.kind for rule in self._settings.rules} | self.latency.alert_kinds | set(states))
 
     def save_baseline(self, path: str | os.PathLike[str]) -> None:
-        """Write what drifts are measured from, for `baseline=` of another run.
-
-        Raises `ConfigError` where nothing is known yet.
-        """
+        """Write the baseline for `baseline=` of another run. Raises `ConfigError` if there is none yet."""
         with self._lock:
             write_baseline(path, self._known_baseline())
 
     def reset_baseline(self) -> None:
-        """Forget what drifts are measured from, a given baseline too, and clear the alerts of drift.
-
-        Drifts are then measured from the next windows without alerts.
-        """
+        """Clear the baseline and drift alerts; the next windows without alerts make another."""
         with self._lock:
             self._baseline = {}
             for tally in self._tallies.values():
@@ -274,27 +254,22 @@ class Routing(Follower):
         }
 
     def statistics(self) -> list[tuple[Source, RoutingStatistics]]:
-        """Return each source that decided anything, with the statistics of everything so far."""
+        """Return each source that decided, with its statistics."""
         with self._lock:
             return [(self.sources[number], tally.total()) for number, tally in self._tallies.items()]
 
     def report(self) -> dict[str, Any]:
         """Return everything so far, for JSON.
 
-        - `streams`: each router with its metrics; `states`: each recurrent layer with what it keeps
-          (`StateTally.report`).
+        - `streams`: metrics of each router; `states`: of each recurrent layer (`StateTally.report`).
         - `latency_us`: of a decision's capture.
-        - `seconds`: of forwards, of the controller and of tokens: how many, and quantiles.
-        - `memory_watermark_bytes`: the most that was in use.
-        - `alerts`: those that hold now; `n_alerts`: how many were raised.
-        - `baseline`: what drifts are measured from, of each router and metric where it is known by now. `baseline=` of
-          another run takes this report.
-        - `unjudged`: kinds of alert for which some router has too few tokens that count, and how many it takes. That
-          none of them was raised says nothing.
+        - `seconds`: counts and quantiles of forwards, controller and tokens.
+        - `memory_watermark_bytes`: peak memory in use.
+        - `alerts`: those in force; `n_alerts`: number raised.
+        - `baseline`: known references of drifts; `baseline=` takes this report.
+        - `unjudged`: tokens needed by each kind of alert that some router cannot judge yet.
 
-        For the baseline of a drift only windows without alerts count. Decisions that are not finite never count; codes
-        that steer nothing do not count for how codes vary and are reused. What a router does not have (a choice, where
-        every expert is chosen; dimensions, at a rank of 1) is never judged.
+        Non-finite decisions never count, nor do windows with alerts for the baseline.
         """
         with self._lock:
             streams, latency = [], LogSketch()
@@ -320,10 +295,9 @@ class Routing(Follower):
             }
 
     def _unjudged(self) -> dict[str, int]:
-        """Return, by kind of alert, the most tokens that one of its unjudged rules needs.
+        """By kind of alert, the most tokens that an unjudged rule needs.
 
-        A rule for which there is no router is unjudged, unless it is a default one and other rules have routers: the
-        default rules are for every kind of router.
+        Default rules without a router are left out if others have one.
         """
         rules, window = self._settings.rules, self._settings.window
         judged, unjudged = set[int](), list[tuple[AlertRule, int]]()
@@ -349,7 +323,7 @@ class Routing(Follower):
         return most
 
     def close(self) -> list[Exception]:
-        """Finish the sinks; return their errors."""
+        """Close the sinks; return their errors."""
         self._closed = True
         self.latency.detach()
         errors = []
@@ -366,16 +340,14 @@ class Routing(Follower):
                 )
         return errors
 
-    # -- tokens with what routers gave -----------------------------------------------------------
-
     def take(self, recording: Recording, placed: PlacedTokens, states: States | str) -> Callable[[], None] | None:
-        """Take accepted tokens, in order, before they are added to `recording`.
+        """Take accepted tokens, before they are added to `recording`.
 
-        Return what is to be called once the forward has ended; it records their decisions.
+        Return a function that records their decisions once the forward has ended, or None.
         """
         if not len(placed):
             return None
-        # As many tokens as the row that came on most: others ended, or accepted fewer drafts.
+        # The most of any row: others may have ended.
         self.latency.tokens(recording, int(np.bincount(placed.rows).max()) if placed.phase == GENERATED else 0)
         first_entry, begin = recording.n_entries, time.perf_counter()
         if isinstance(states, str):
@@ -390,14 +362,14 @@ class Routing(Follower):
         return lambda: self._decode(recording, placed, arrays() if callable(arrays) else arrays, first_entry, spent)
 
     def taking(self, recording: Recording, placed: PlacedTokens, states: States | str) -> list[Callable[[], None]]:
-        """Take tokens; return what records the decisions about them, and what recurrent layers keep."""
+        """Take tokens; return the functions that record them."""
         taken = [self.take(recording, placed, states)]
         if self.recurrent is not None:
             taken.append(self.recurrent.take(recording, placed, states))
         return [record for record in taken if record is not None]
 
     def _guarded_memory(self, memory: Memory) -> Memory:
-        """Return `memory` such that its errors end no generation; then the memory in use is unknown, 0 of 0."""
+        """Wrap `memory`: an error gives 0 of 0 bytes."""
 
         def guarded() -> tuple[int, int]:
             used_of_whole = (0, 0)
@@ -407,7 +379,7 @@ class Routing(Follower):
                 used, whole = memory()
                 if not (isinstance(used, int) and isinstance(whole, int) and used >= 0 and whole > 0):
                     raise ConfigError(
-                        f"memory gave {used!r} of {whole!r}: give two whole numbers, bytes in use and bytes there are"
+                        f"memory gave {used!r} of {whole!r}: give two whole numbers, bytes in use and total bytes"
                     )
                 used_of_whole = (used, whole)
 
@@ -416,12 +388,9 @@ class Routing(Follower):
 
         return guarded
 
-    # -- inside ----------------------------------------------------------------------------------
-
     def _decode(
         self, recording: Recording, placed: PlacedTokens, states: Mapping[str, Singles], first_entry: int, spent: float
     ) -> None:
-        """Turn what the sites gave into decisions; count them, or keep those of beams until the generation ends."""
         with self._lock:
             self._newest_reads.begin(recording, first_entry, len(placed))
             for number, source in enumerate(self.sources):
@@ -445,7 +414,6 @@ class Routing(Follower):
                 self.n_tokens += len(placed)
 
     def _count_beams(self, number: int, recording: Recording, pending: list[_PendingDecisions]) -> None:
-        """Count the decisions of the beams that were returned, each once, in the first row that has it."""
         beams = recording.beams
         sequences = recording.ids
         assert beams is not None and sequences is not None
@@ -457,14 +425,16 @@ class Routing(Follower):
         counted, history = np.zeros(len(columns), dtype=bool), History(len(sequences), decisions.n_streams)
         paths = beams.paths(sequences, recording.call.n_rows, batches, [batch.entries for batch in pending])
         for row, (path, _) in enumerate(paths):
-            of_row = decisions.take(path)
-            changes = history.compare(np.full(len(path), row), of_row)
+            row_decisions = decisions.take(path)
+            changes = history.compare(np.full(len(path), row), row_decisions)
             for phase in (PROMPT, GENERATED):
                 new = np.flatnonzero(~counted[path] & (phases[path] == phase))
                 if len(new):
-                    where = path[new]
-                    placed = PlacedTokens(np.full(len(new), row), columns[where], columns[where], ids[where], phase)
-                    self._count(number, recording, placed, of_row.take(new), changes.take(new), latency_us)
+                    indices = path[new]
+                    placed = PlacedTokens(
+                        np.full(len(new), row), columns[indices], columns[indices], ids[indices], phase
+                    )
+                    self._count(number, recording, placed, row_decisions.take(new), changes.take(new), latency_us)
                     self.n_tokens += len(new) if number == 0 else 0
             counted[path] = True
 

@@ -1,11 +1,7 @@
-"""Routing records: one line for each decision of a router, in JSON lines or parquet.
+"""Routing records: one line per decision of a router, as JSON lines or parquet.
 
-    monitor.add_sink(RoutingJsonLines("routing.jsonl"))
-    monitor.add_sink(RoutingParquet("routing.parquet"))
-    monitor.add_sink(CallbackSink(print))               # of RoutingRecord: one for each batch of decisions
-    for line in record.lines(): ...                     # a dict for each decision
-
-A file appears whole under its name, at the end of the block, or not at all, as those of scores do.
+monitor.add_sink(RoutingJsonLines("routing.jsonl"))
+monitor.add_sink(CallbackSink(print))               # one RoutingRecord per batch
 """
 
 from __future__ import annotations
@@ -29,26 +25,21 @@ from probemon.util.extras import import_arrow
 
 @dataclass(frozen=True)
 class RoutingRecord:
-    """N decisions of the routers of one source, about tokens of one generation.
+    """N decisions of the routers of one source. Arrays are `[N]`; `top_*` are `[N, k]`.
 
-    Arrays are `[N]`, `top_idx` and `top_w` `[N, k]`.
-
-    - `run_id`; `request_id`: of continuous batching, else the generation's number.
-    - `row`, `pos_start`: where in the output of `generate` the decision's first token stands.
-    - `n_tokens`: for how many successive tokens of this batch the decision was used.
+    - `request_id`: of continuous batching, else the generation's number.
+    - `row`, `pos_start`: first token in the output of `generate`.
+    - `n_tokens`: successive tokens that use the decision.
     - `step`: 0 for a prompt, n for the n-th generated token; `phase`: "prompt" or "generated".
     - `layer`, `site`, `source`, `level`: see `Stream`.
-    - `boundary`: the decision was made at this token; `reused`: it is one of an earlier line.
-    - `top_idx`, `top_w`: what was chosen and how much of it, most first.
-    - `top_position`, `top_token` `[N, k]`: of memory slots, which token each was written at (its place among the real
-      tokens of its row, and its id; -1 for none); None of other routers.
-    - `h_decision`: entropy in units of log E, NaN for codes and for what is not finite.
+    - `boundary`: decided at this token; `reused`: decided in an earlier line.
+    - `top_*`, `sigma1`, `delta_rel_norm`, `confidence`: see `Decisions`.
+    - `h_decision`: entropy in units of log E; NaN for codes.
     - `code_norm`: norm of a code or of scalings.
-    - `delta_rel_norm`, `sigma1`, `confidence`: NaN where the router does not give them.
-    - `flip`: another expert (or dimension of a code) comes first than at the token before.
-    - `fallback`: a fallback was in force, at all of its tokens.
-    - `t_capture_us`: microseconds that reading and decoding it took, the same for all of a batch.
-    - `dropped`: earlier decisions that are in no record: their token was not seen, or this sink was too slow.
+    - `flip`: the top choice differs from the previous token's.
+    - `fallback`: in force at all tokens.
+    - `t_capture_us`: mean microseconds per decision of the batch.
+    - `dropped`: earlier decisions without a record (token not seen, sink too slow).
     """
 
     run_id: str
@@ -82,23 +73,23 @@ class RoutingRecord:
         return len(self.row)
 
     def lines(self) -> Iterator[dict[str, Any]]:
-        """Yield each decision, by column; a number that is not finite, which JSON does not have, is None."""
+        """Yield each decision as a dict; non-finite numbers are None."""
         for values in zip(*map(self.column, COLUMNS), strict=True):
             yield dict(zip(COLUMNS, values, strict=True))
 
     def column(self, name: str) -> list[Any]:
-        """Return a column as plain values, one for each decision; a number that is not finite is None."""
+        """Return a column as plain values; non-finite numbers are None."""
         value = getattr(self, name)
         if not isinstance(value, np.ndarray):
             return [None if isinstance(value, float) and not math.isfinite(value) else value] * len(self)
-        if value.dtype.kind == "f" and not (known := np.isfinite(value)).all():
+        if value.dtype.kind == "f" and not (finite := np.isfinite(value)).all():
             value = value.astype(object)
-            value[~known] = None
+            value[~finite] = None
         plain: list[Any] = value.tolist()
         return plain
 
     def with_dropped(self, more: int) -> RoutingRecord:
-        """Return the record with so many more decisions dropped."""
+        """Return the record with `more` added to `dropped`."""
         return replace(self, dropped=self.dropped + more) if more else self
 
     @classmethod
@@ -116,8 +107,7 @@ class RoutingRecord:
     ) -> RoutingRecord:
         """Return the record of decisions about tokens at (`rows`, `positions`) `[n]`.
 
-        Successive tokens that share a decision, and whether it fell back, are one line. `has_norm`: whether the norm of
-        what the routers gave means anything; `scalars`: the other columns.
+        Successive tokens with the same decision and fallback share a line. `scalars`: the other columns.
         """
         follows = (rows[1:] == rows[:-1]) & (positions[1:] == positions[:-1] + 1)
         begins = np.ones(decisions.decided.shape, dtype=bool)
@@ -161,7 +151,7 @@ COLUMNS = tuple(field.name for field in fields(RoutingRecord))
 
 
 class RoutingJsonLines(FileSink):
-    """A sink that writes one JSON object a line for each decision: the columns of `RoutingRecord`, null if unknown."""
+    """A sink that writes one JSON object per decision; unknown values are null."""
 
     def _begin(self, file: BinaryIO, concepts: list[str]) -> Any:
         return file
@@ -170,17 +160,14 @@ class RoutingJsonLines(FileSink):
         self._writer.write("".join(json.dumps(line) + "\n" for line in batch.lines()).encode())
 
     def _finish(self) -> None:
-        """Nothing is held."""
+        """Nothing is buffered."""
 
 
 class RoutingParquet(FileSink):
-    """A sink that writes a row for each decision, in row groups of `rows_per_group`; what is not known is null.
-
-    Needs the extra `corpus`.
-    """
+    """A sink that writes one row per decision; unknown values are null. Needs the extra `corpus`."""
 
     def __init__(self, path: str | os.PathLike[str], overwrite: bool = False, *, rows_per_group: int = 50_000) -> None:
-        import_arrow("RoutingParquet")  # now, before any score is lost
+        import_arrow("RoutingParquet")  # fail before any score is lost
         super().__init__(path, overwrite)
         self._rows_per_group = check_count("rows_per_group", rows_per_group, least=1)
         self._held: list[RoutingRecord] = []

@@ -1,14 +1,4 @@
-"""Sources: the routers of a model, the sites where they are tapped, and how what they give becomes decisions.
-
-    sources = find_sources(model)                   # of experts, of memory slots, of X-LoRA around it
-    sources = find_sources(model, bem=bem)          # and a BEM controller
-    for source in sources:
-        source.sites                                # for the Watcher, which knows whose each token is
-        source.decisions({site: states})            # states [n, K] of accepted tokens
-
-What is read is what the router itself gave and what was applied: its logits, chosen experts and their weights;
-scalings; codes.
-"""
+"""Sources: the routers of a model, their sites, and how outputs become decisions."""
 
 from __future__ import annotations
 
@@ -24,13 +14,13 @@ from probemon.adapters.bem.attached import Bem
 from probemon.adapters.bem.config import CHUNK_KINDS
 from probemon.adapters.routing.decisions import BEM, MOE, XLORA, Decisions, Numbers, Singles, Stream, largest
 from probemon.adapters.routing.slot_memories import slot_memories
-from probemon.errors import ConfigError, NotSupportedHost
+from probemon.errors import ConfigError, UnsupportedModel
 from probemon.host.adapters import xlora_of
 from probemon.host.internals import xlora_classifier
 from probemon.host.model import find_layers
 from probemon.host.site import Site
 
-_SHOWN = 4  # largest weights or dimensions recorded of a router that chooses none
+_SHOWN = 4  # entries recorded if a router does not choose
 
 
 class Source(Protocol):
@@ -38,24 +28,24 @@ class Source(Protocol):
 
     kind: str
     sites: list[Site]
-    n_experts: int  # 0 where only a decision shows it
-    n_chosen: int  # experts to which a token is sent
-    codes: bool  # whether the routers give codes, not distributions
+    n_experts: int  # 0 if only a decision shows it
+    n_chosen: int
+    codes: bool  # codes, not distributions
 
     def decisions(self, states: Mapping[str, Singles]) -> Decisions:
-        """Return what was decided about n tokens, from what each site gave, `[n, K]`."""
+        """Return the decisions about n tokens from each site's output `[n, K]`."""
         ...
 
     @property
     def streams(self) -> list[Stream]:
-        """A stream for each router; known once it has decided about anything."""
+        """One stream per router; known once it has decided."""
         ...
 
 
 def find_sources(model: Any, *, bem: Any = None) -> list[Source]:
-    """Return every router of an unwrapped host: of its layers, of its memories, of X-LoRA, and of `bem`.
+    """Return every router of an unwrapped model. Raises `ConfigError` if `bem` belongs to another model.
 
-    `bem` is what attach_bem returned, or its controller. Raises `ConfigError` for an adapter that is not on this host.
+    `bem`: the result of attach_bem, or its controller.
     """
     groups: dict[tuple[int, int], list[tuple[str, int, nn.Module]]] = {}
     for name, layer, router in _routers(model):
@@ -70,18 +60,17 @@ def find_sources(model: Any, *, bem: Any = None) -> list[Source]:
     return sources
 
 
-def no_router(model: Any) -> NotSupportedHost:
-    """Return the error for a host without anything to watch."""
-    return NotSupportedHost(
+def no_router(model: Any) -> UnsupportedModel:
+    """Return the error for a model without anything to watch."""
+    return UnsupportedModel(
         f"{type(model).__name__} has no router that is known: no experts (modules of its layers with weight [experts,"
         " hidden size] and top_k), no memory slots (LtmForCausalLM), no X-LoRA and no recurrent layer. A BEM adapter"
-        " is watched where it is named, as what attach_bem returned: attach(followers=[Routing(bem=bem)]),"
+        " has to be given, as attach_bem returned it: attach(followers=[Routing(bem=bem)]),"
         " RoutingMonitor(model, bem=bem), on the command line --bem FOLDER"
     )
 
 
 def _routers(model: Any) -> Iterator[tuple[str, int, Any]]:
-    """Routers of the host's layers: the name of the site, the layer, the module."""
     for number, layer in enumerate(find_layers(model)[1]):
         routers = [(name, module) for name, module in layer.named_modules() if _routes(module)]
         for name, module in routers:
@@ -100,15 +89,11 @@ def _routes(module: Any) -> bool:
 
 
 class ExpertRouters:
-    """Routers of a mixture of experts (mixtral, qwen3_moe, gpt_oss, ...), each with E experts of which k are chosen.
+    """Mixture-of-experts routers, each with E experts of which k are chosen.
 
-    Each gives logits `[B * T, E]`, the weights and the numbers of the chosen experts `[B * T, k]`. Its distribution is
-    the softmax of its logits over all experts. Some versions of transformers give that softmax itself, as "logits":
-    rows that are distributions are left as they are.
-
-    A router that scores each expert by itself, with a sigmoid (deepseek_v3, glm4_moe), does not use this softmax; its
-    entropies are those of the softmax all the same. The chosen experts, their weights and the load are what the router
-    itself took, with its bias and groups.
+    A router gives logits `[B * T, E]`, then weights and numbers of the chosen experts `[B * T, k]`. The distribution is
+    the softmax of the logits; some transformers versions return it as the logits. Sigmoid routers (deepseek_v3,
+    glm4_moe) get softmax entropies too; choices, weights and load are always the router's own.
     """
 
     kind, codes = MOE, False
@@ -128,7 +113,7 @@ class ExpertRouters:
             parts = output if isinstance(output, tuple) else ()
             shapes = [tuple(part.shape) if isinstance(part, Tensor) else type(part).__name__ for part in parts]
             if [len(shape) == 2 and shape[1] for shape in shapes[:3]] != [e, k, k]:
-                raise NotSupportedHost(
+                raise UnsupportedModel(
                     f"{name} gives {shapes or type(output).__name__}: expected logits [tokens, {e}], weights and"
                     f" experts [tokens, {k}], so what it decided is unknown"
                 )
@@ -138,12 +123,12 @@ class ExpertRouters:
         return read
 
     def decisions(self, states: Mapping[str, Singles]) -> Decisions:
-        """Return the decisions about n tokens, a stream for each layer."""
+        """See `Source.decisions`."""
         e, k = self.n_experts, self.n_chosen
         packed = np.stack([states[site.name] for site in self.sites])
         raw, top_w, top_idx = packed[:, :, :e], packed[:, :, e : e + k], packed[:, :, e + k :]
         order = np.argsort(-top_w, axis=-1, kind="stable")
-        with np.errstate(invalid="ignore"):  # what is not finite is left out where it is counted
+        with np.errstate(invalid="ignore"):  # non-finite rows are left out later
             chosen = np.take_along_axis(top_idx, order, axis=-1).astype(np.int64)
             weights = _softmax(raw.astype(np.float64))
         is_softmax = (raw >= 0).all(axis=-1) & (np.abs(raw.sum(axis=-1) - 1) < 1e-3)
@@ -153,11 +138,10 @@ class ExpertRouters:
 
 
 class XLoraClassifier:
-    """PEFT's X-LoRA: how much of each adapter every token gets, in all layers alike or by layer (`layerwise_scalings`).
+    """PEFT's X-LoRA: each adapter's weight per token, for all layers or per layer (`layerwise_scalings`).
 
-    Its distribution is each adapter's share of the applied scalings, without their signs; where all are 0, the shares
-    are equal. The classifier runs before the forward that its scalings are for, and after one without adapters, whose
-    tokens are not counted.
+    The distribution is each adapter's share of the absolute applied scalings; equal if all are 0. The classifier runs
+    before the forward it scales.
     """
 
     kind, codes = XLORA, False
@@ -167,7 +151,7 @@ class XLoraClassifier:
         self._config, self.n_experts = classifier.config, int(classifier.n_classes)
         self._s = int(classifier.n_layers) if self._config.layerwise_scalings else 1
         if self.n_experts < 2:
-            raise NotSupportedHost(f"X-LoRA with {self.n_experts} adapter: nothing is routed. Add another")
+            raise UnsupportedModel(f"X-LoRA with {self.n_experts} adapter: nothing is routed. Add another")
         self.n_chosen = int(self._config.top_k_lora or 1)
         self.sites = [Site("xlora", classifier, self._read, early=True)]
         self.streams = [Stream(XLORA, "xlora", layer if self._s > 1 else -1) for layer in range(self._s)]
@@ -177,7 +161,7 @@ class XLoraClassifier:
         return flat
 
     def decisions(self, states: Mapping[str, Singles]) -> Decisions:
-        """Return the decisions about n tokens."""
+        """See `Source.decisions`."""
         scalings = states["xlora"]
         raw = np.moveaxis(scalings.reshape(len(scalings), self._s, self.n_experts), 1, 0)
         applied = raw.astype(np.float64)
@@ -196,16 +180,14 @@ class XLoraClassifier:
 
 
 class BemController:
-    """A BEM controller, whose forward returns the codes that it has made for all sites; each level is a stream.
+    """A BEM controller, whose forward returns the codes for all sites; each level is a stream.
 
-    The codes are `prefix`, `chunk` and `token` `[B, T, r]`, None for a level that is not in use. `chunk_index` and
-    `boundary` `[B, T]` stand beside them, and where the controller gives them `confidence`, `sigma1`, `delta_rel_norm`,
-    `fallback` and `level` `[B, T]`.
+    Its codes are `prefix`, `chunk` and `token` `[B, T, r]`, None for an unused level, with the `[B, T]` values in
+    `_BESIDE`; `chunk_index` and `boundary` are required.
 
-    Prefix and chunk codes are decided where a chunk begins, token codes at every token. Where the controller gives the
-    `level` that sites take, a stream's codes steer the tokens of its own level (chunk codes steer all tokens if
-    queries, keys or values are sites); where each site has learned its own, the codes of every level that some site has
-    chosen steer all tokens. In the first chunk only token codes steer.
+    Prefix and chunk codes are decided at the start of a chunk, token codes at every token. A code steers its level's
+    tokens; chunk codes steer all if queries, keys or values are sites. If sites learned their levels, those steer all
+    tokens. In the first chunk only token codes steer.
     """
 
     kind, codes, n_experts, n_chosen = BEM, True, 0, 1
@@ -215,16 +197,16 @@ class BemController:
     def __init__(self, bem: Any, model: Any) -> None:
         if not isinstance(bem, nn.Module):
             raise ConfigError(f"bem is {type(bem).__name__}: give what attach_bem returned, or its controller")
-        host = getattr(bem, "host", None)  # a controller alone does not know it
-        if host is not None and find_layers(host)[0] is not find_layers(model)[0]:
+        other = getattr(bem, "host", None)  # a bare controller has none
+        if other is not None and find_layers(other)[0] is not find_layers(model)[0]:
             raise ConfigError(
-                f"bem is the adapter of another {type(host).__name__} than this {type(model).__name__}: give the one"
+                f"bem is the adapter of another {type(other).__name__} than this {type(model).__name__}: give the one"
                 " that is attached to the model that is watched"
             )
         if not getattr(bem, "open", True):
             raise ConfigError("bem is detached, so it decides nothing: attach it first, bem.attach()")
         self.bem, self.controller = bem, getattr(bem, "controller", bem)
-        # Of a whole adapter, where what is applied is known too.
+        # A whole adapter also reports the applied codes.
         self.sites = [Site("bem", getattr(bem, "steered", bem), self._read)]
         self._form = bem if isinstance(bem, Bem) and bem.config.form != "low_rank" else None
         if self._form is not None:
@@ -237,7 +219,7 @@ class BemController:
         self._beside: tuple[str, ...] = ()
 
     def measure(self) -> None:
-        """From now on `decisions` have `measured`, for as long as the sites are read."""
+        """Make `decisions` include `measured` while the sites are read."""
         if not self._asked and self._open is not None and self._form is not None:
             self._form.measure(self._open)
         self._asked = True
@@ -250,7 +232,7 @@ class BemController:
 
     @property
     def streams(self) -> list[Stream]:
-        """A stream for each level in use; none before the first forward."""
+        """One stream per level in use; none before the first forward."""
         return [Stream(BEM, "bem", -1, level) for level in self._levels]
 
     def _read(self, codes: Any) -> Tensor:
@@ -261,7 +243,7 @@ class BemController:
             or not {"chunk_index", "boundary"} <= set(beside)
             or (self._levels and (levels, beside) != (self._levels, self._beside))
         ):
-            raise NotSupportedHost(
+            raise UnsupportedModel(
                 f"the BEM controller gave codes {levels} and {beside}, expected"
                 f" {self._levels or 'prefix, chunk or token'}, with {self._beside or 'chunk_index and boundary'}: which"
                 " decisions these are is unknown"
@@ -271,7 +253,7 @@ class BemController:
         return torch.cat([part.float() for part in parts], dim=-1)
 
     def decisions(self, states: Mapping[str, Singles]) -> Decisions:
-        """Return the decisions about n tokens."""
+        """See `Source.decisions`."""
         packed, s = states["bem"], len(self._levels)
         r = (packed.shape[1] - len(self._beside)) // s
         raw = np.ascontiguousarray(np.moveaxis(packed[:, : s * r].reshape(len(packed), s, r), 1, 0))
@@ -279,21 +261,21 @@ class BemController:
         top = largest(np.abs(raw), min(r, _SHOWN))
         boundary = beside["boundary"] != 0
         decided = np.stack([np.ones_like(boundary) if level == "token" else boundary for level in self._levels])
-        more: dict[str, Any] = {
+        optional: dict[str, Any] = {
             name: beside[name] for name in ("confidence", "sigma1", "delta_rel_norm") if name in beside
         }
         if "fallback" in beside:
-            more["fallback"] = beside["fallback"] != 0
+            optional["fallback"] = beside["fallback"] != 0
         if "level" in beside:
             place = {self._LEVELS.index(level): i for i, level in enumerate(self._levels)}
-            more["level"] = np.asarray([place.get(int(level), 0) for level in beside["level"].tolist()], np.int64)
+            optional["level"] = np.asarray([place.get(int(level), 0) for level in beside["level"].tolist()], np.int64)
         if "bem.sizes" in states and states["bem.sizes"].shape[1]:
-            more["measured"] = states["bem.sizes"]
+            optional["measured"] = states["bem.sizes"]
         learned = getattr(self.bem, "levels", None)
         by_site = [] if learned is None else list(learned.chosen().values())
         if by_site:
             most = max(self._levels, key=by_site.count)
-            more["level"] = np.full(len(packed), self._levels.index(most), np.int64)
+            optional["level"] = np.full(len(packed), self._levels.index(most), np.int64)
         chunk = beside["chunk_index"].astype(np.int64)
         steering = np.stack(
             [
@@ -314,7 +296,7 @@ class BemController:
             decided=decided,
             chunk=chunk,
             steering=steering,
-            **more,
+            **optional,
         )
 
 

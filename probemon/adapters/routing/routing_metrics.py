@@ -1,11 +1,6 @@
-"""RoutingSums: routing for Prometheus: what routers decided, what was not seen, which alerts hold, what it cost.
+"""RoutingSums: routing metrics of a process for Prometheus.
 
-sums = RoutingSums()                    # of a process
-sums.begin(routing); ...; sums.end(routing)
-for family in sums.collect(): ...
-
-What counts is added up over all recorders that there were. Metrics of routers, of which a model of many layers of
-experts has some hundreds, are those of recorders that are open, or of the last that was.
+Counters add up over all recorders. Router metrics are those of open recorders, or of the last one.
 """
 
 from __future__ import annotations
@@ -25,41 +20,41 @@ from probemon.adapters.routing.recorder import Routing
 from probemon.adapters.routing.statistics import METRICS
 
 _ROUTER = ("site", "layer", "level")
-_Sample = tuple[str, tuple[str, ...]]  # the name of a family, and labels
+_Sample = tuple[str, tuple[str, ...]]  # family name, labels
 
 
 class RoutingSums:
-    """Any thread may ask."""
+    """Thread-safe."""
 
     def __init__(self) -> None:
         self._open: list[Routing] = []
-        self._ended: _Snapshot | None = None  # its counts are of all that have ended
+        self._ended: _Snapshot | None = None  # with counts of all ended recorders
         self._lock = threading.Lock()
 
     def begin(self, recorder: Routing) -> None:
-        """Show what a recorder says."""
+        """Include a recorder."""
         with self._lock:
             self._open.append(recorder)
 
     def end(self, recorder: Routing) -> None:
-        """Keep what it counted, and its last metrics."""
+        """Keep a recorder's counts and last metrics."""
         with self._lock:
             self._open.remove(recorder)
             snapshot = _Snapshot.of(recorder)
             self._ended = snapshot if self._ended is None else snapshot.after(self._ended)
 
     def collect(self) -> Iterator[Any]:
-        """Yield every family as it is now; none before the first recorder."""
+        """Yield the current families; none before the first recorder."""
         with self._lock:
             now = self._ended
             if self._open:
-                of_open = reduce(lambda before, one: one.beside(before), map(_Snapshot.of, self._open))
-                now = of_open if now is None else of_open.after(now)
+                open_snapshot = reduce(lambda before, snapshot: snapshot.beside(before), map(_Snapshot.of, self._open))
+                now = open_snapshot if now is None else open_snapshot.after(now)
         if now is not None:
             yield from now.families()
 
 
-# What several recorders that are open say together; of anything else the newest one's is shown.
+# How gauges of several open recorders combine; others show the newest.
 _OF_ALL: Mapping[str, Callable[[float, float], float]] = {
     "probemon_routing_alerts": operator.add,
     "probemon_routing_unjudged": max,
@@ -68,7 +63,7 @@ _OF_ALL: Mapping[str, Callable[[float, float], float]] = {
 
 @dataclass(frozen=True)
 class _Snapshot:
-    """What recorders said: `counts` and `gauges` by family and labels, `histograms` by kind."""
+    """Recorder values by family and labels; `histograms` by kind."""
 
     counts: Counter[_Sample]
     gauges: Mapping[_Sample, float]
@@ -86,8 +81,12 @@ class _Snapshot:
             for what, name in (("finite", "n_tokens"), ("not_finite", "n_not_finite")):
                 counts["probemon_routing_decisions_total", (*router, what)] = stream[name]
             gauges |= {("probemon_routing", (*router, name)): stream[name] for name in METRICS if name in stream}
-        for site, told in report["states"].items():
-            gauges |= {("probemon_recurrent", (site, name)): value for name, value in told.items() if value is not None}
+        for site, layer_metrics in report["states"].items():
+            gauges |= {
+                ("probemon_recurrent", (site, name)): value
+                for name, value in layer_metrics.items()
+                if value is not None
+            }
         kinds = [alert.kind for alert in recorder.alerts]
         gauges |= {("probemon_routing_alerts", (kind,)): kinds.count(kind) for kind in recorder.kinds}
         counts["probemon_routing_alerts_raised_total", ()] = report["n_alerts"]
@@ -99,19 +98,17 @@ class _Snapshot:
         return cls(counts, gauges, recorder.latency.histograms())
 
     def after(self, before: _Snapshot) -> _Snapshot:
-        """Return this with the counts of another before it."""
+        """Add an earlier snapshot's counts."""
         histograms = dict(before.histograms)
         for kind, (buckets, total) in self.histograms.items():
-            known = histograms.get(kind, ([0] * len(buckets), 0.0))
-            histograms[kind] = ([a + b for a, b in zip(buckets, known[0], strict=True)], total + known[1])
+            earlier = histograms.get(kind, ([0] * len(buckets), 0.0))
+            histograms[kind] = ([a + b for a, b in zip(buckets, earlier[0], strict=True)], total + earlier[1])
         counts = Counter(before.counts)
         counts.update(self.counts)
         return _Snapshot(counts, self.gauges, histograms)
 
     def beside(self, other: _Snapshot) -> _Snapshot:
-        """Return this with counts and metrics of another that goes on; of what both have, these metrics, the alerts of
-        both, and what takes the other longer to judge.
-        """
+        """Combine with another open recorder's snapshot."""
         gauges = {**other.gauges, **self.gauges}
         for sample, value in other.gauges.items():
             if sample in self.gauges and sample[0] in _OF_ALL:
@@ -119,7 +116,6 @@ class _Snapshot:
         return replace(self.after(other), gauges=gauges)
 
     def families(self) -> Iterator[Any]:
-        """Yield them for `prometheus_client`, in the order of the table."""
         from prometheus_client.core import HistogramMetricFamily
         from prometheus_client.utils import floatToGoString
 

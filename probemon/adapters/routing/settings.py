@@ -1,4 +1,4 @@
-"""RoutingSettings: how routing is watched, and the baseline of its drifts."""
+"""Settings of routing telemetry."""
 
 from __future__ import annotations
 
@@ -16,19 +16,16 @@ from probemon.util.checks import check_bool, check_count, check_settings
 
 @dataclass(frozen=True)
 class RoutingSettings:
-    """How routing is watched.
+    """Settings of routing telemetry.
 
-    - `rules`: for alerts.
-    - `window`: tokens of their smallest windows.
-    - `bem`: what `attach_bem` returned, or its controller.
-    - `states`: whether the states of recurrent layers are followed (norm, growth, what is new), not their steps alone:
-      it costs about as much as the host's own recurrence.
-    - `run_id`: stands in every record; else one is made.
-    - `memory`: a function that returns bytes in use and bytes there are; else the GPU's or the process's.
-    - `baseline`: what drifts are measured from: the report of an earlier run, or the file that `save_baseline` wrote.
-      A drift without one, or after `reset_baseline`, is measured from the first windows without alerts.
-    - `limits`: how long forwards, the controller and tokens may take, before that is an alert.
-    - `spike`: when a rise of memory is one; None for never.
+    - `rules`: alert rules; `window`: tokens of their smallest windows.
+    - `bem`: the result of `attach_bem`, or its controller.
+    - `states`: follow states of recurrent layers; costs about as much as their own recurrence.
+    - `run_id`: written to every record.
+    - `memory`: returns bytes in use and total bytes; default: of the GPU or process.
+    - `baseline`: reference for drifts: a report, or a file of `save_baseline`; default: the first windows without
+      alerts.
+    - `limits`, `spike`: latency and memory rules.
     - `clock`: returns seconds.
     """
 
@@ -49,7 +46,7 @@ class RoutingSettings:
         )
         check_bool("states", self.states)
         if self.memory is not None and not callable(self.memory):
-            raise ConfigError(f"memory is {self.memory!r}: give what returns bytes in use and bytes there are")
+            raise ConfigError(f"memory is {self.memory!r}: give a function that returns bytes in use and total bytes")
         if not isinstance(self.rules, (tuple, list)):
             raise ConfigError(f"rules is {self.rules!r}: give a tuple of rules")
         if not isinstance(self.limits, (tuple, list)) or not all(isinstance(x, LatencyLimit) for x in self.limits):
@@ -61,15 +58,18 @@ class RoutingSettings:
                 f"spike is {self.spike!r}: give MemorySpike(...) of probemon.adapters.routing.latency, or None"
             )
         if not callable(self.clock):
-            raise ConfigError(f"clock is {self.clock!r}: give what returns seconds, such as time.perf_counter")
+            raise ConfigError(
+                f"clock is {self.clock!r}: give a function that returns seconds, such as time.perf_counter"
+            )
         for rule in self.rules:
             if not isinstance(rule, AlertRule):
                 raise ConfigError(
-                    f"{rule!r} is no rule: give AlertRule(...) of probemon.adapters.routing.alerts, or leave rules out"
+                    f"{rule!r} is not a rule: give AlertRule(...) of probemon.adapters.routing.alerts, or leave"
+                    " rules out"
                 )
 
     @classmethod
     def by_name(cls, **settings: Any) -> RoutingSettings:
-        """Return settings by keyword. Raises `UnknownSetting`, which names all that there are."""
+        """Return settings by keyword. Raises `UnknownSetting` for a typo."""
         check_settings(cls, settings, "routing")
         return cls(**settings)

@@ -1,13 +1,6 @@
-"""LogSketch: quantiles of numbers from 0 on, within a stated relative error, in little memory.
+"""LogSketch: quantiles of non-negative numbers within a relative error.
 
-    sketch = LogSketch(relative_error=0.01)
-    sketch.add(12.5)
-    sketch.add(13.0, count=40)
-    sketch.quantile(0.99)                  # within 1 % of the number of that rank
-    sketch.merge(other)                    # as if all had been added to one
-
-Each bucket is wider than the one before by a constant factor (Masson, Rim and Lee, "DDSketch", VLDB 2019). Only counts
-are kept, so that the order of adding and merging makes no difference.
+Buckets grow by a constant factor (Masson, Rim and Lee, "DDSketch", VLDB 2019).
 """
 
 from __future__ import annotations
@@ -21,13 +14,13 @@ import numpy.typing as npt
 from probemon.errors import ConfigError
 from probemon.util.checks import check_count, check_number, check_share
 
-LEAST = 1e-9  # what is less counts as 0
+LEAST = 1e-9  # smaller numbers count as 0
 
 
 class LogSketch:
-    """A sketch whose `quantile(q)` is within `relative_error` of x[floor(q (n - 1))], x being the sorted numbers.
+    """A sketch whose `quantile(q)` is within `relative_error` of x[floor(q (n - 1))], x the sorted numbers.
 
-    Numbers under 1e-9 count as 0. Raises `ConfigError`.
+    Raises `ConfigError`.
     """
 
     def __init__(self, relative_error: float = 0.01) -> None:
@@ -40,7 +33,7 @@ class LogSketch:
         self.least, self.most = math.inf, -math.inf
 
     def add(self, value: float, count: int = 1) -> None:
-        """Add a number that occurred `count` times."""
+        """Add a number `count` times."""
         if not 0 <= value < math.inf:
             raise ConfigError(f"value is {value!r}: a sketch takes finite numbers that are not negative")
         self.n += check_count("count", count, least=1, remedy="give 1 or more")
@@ -52,7 +45,7 @@ class LogSketch:
         self._counts[bucket] = self._counts.get(bucket, 0) + count
 
     def add_all(self, values: npt.NDArray[np.floating[Any]]) -> None:
-        """Add numbers `[n]`, once each. Raises `ConfigError` where one is not finite or is negative."""
+        """Add numbers `[n]`. Raises `ConfigError` if one is negative or not finite."""
         if not ((values >= 0) & (values < math.inf)).all():
             raise ConfigError("a sketch takes finite numbers that are not negative")
         if not len(values):
@@ -66,14 +59,14 @@ class LogSketch:
             self._counts[bucket] = self._counts.get(bucket, 0) + count
 
     def share_over(self, value: float) -> float:
-        """Return about the share of numbers over `value`, NaN where there is none: exact to one bucket's width."""
+        """Approximate share of numbers over `value`, to one bucket's width; NaN if empty."""
         if not self.n:
             return math.nan
         first = math.ceil(math.log(max(value, LEAST)) / self._log_gamma)
         return sum(count for bucket, count in self._counts.items() if bucket > first) / self.n
 
     def merge(self, other: LogSketch) -> None:
-        """Add what another sketch holds. Raises `ConfigError` where its relative error is another."""
+        """Add another sketch. Raises `ConfigError` if its relative error differs."""
         if other.relative_error != self.relative_error:
             raise ConfigError(
                 f"a sketch of error {other.relative_error} into one of {self.relative_error}: their buckets differ,"
@@ -86,7 +79,7 @@ class LogSketch:
         self.least, self.most = min(self.least, other.least), max(self.most, other.most)
 
     def quantile(self, q: float) -> float:
-        """Return about the number of rank floor(q (n - 1)), NaN where there is none."""
+        """Approximate number of rank floor(q (n - 1)); NaN if empty."""
         check_number("q", q, low=0, high=1, remedy="give a share from 0 to 1")
         if not self.n:
             return math.nan
@@ -96,8 +89,7 @@ class LogSketch:
         for bucket in sorted(self._counts):
             before += self._counts[bucket]
             if rank < before:
-                # Twice the bucket's upper end over (gamma + 1) is as far from both its ends; made from the lower one,
-                # which does not overflow.
+                # From the bucket's lower end, which does not overflow.
                 middle = math.exp((bucket - 1) * self._log_gamma) * (2 * self._gamma / (self._gamma + 1))
                 return min(max(middle, self.least), self.most)
         raise AssertionError("counts do not add up")

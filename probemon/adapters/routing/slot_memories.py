@@ -1,8 +1,4 @@
-"""SlotMemories: the reads of a host's memory slots, as a source of routing: which slots, how much, and what is in them.
-
-sources = slot_memories(model)                  # of its own layers and of `attach_memory`, by number of slots
-sources[0].decisions({site: states})            # top_idx: slots; top_position, top_token: what each was written at
-"""
+"""SlotMemories: reads of a model's memory slots, as a source of routing."""
 
 from __future__ import annotations
 
@@ -18,7 +14,7 @@ from torch import Tensor
 from probemon.adapters.routing.decisions import SLOTS, Decisions, Singles, Stream
 from probemon.core.hierarchy import Ints
 from probemon.core.memory_reads import NULL, MemoryReads
-from probemon.errors import NotSupportedHost
+from probemon.errors import UnsupportedModel
 from probemon.host.model import find_layers
 from probemon.host.site import Site
 from probemon.tracking.align import PlacedTokens
@@ -26,14 +22,14 @@ from probemon.tracking.recording import Recording
 
 
 def slot_memories(model: Any) -> list[SlotMemories]:
-    """Return the memories of an unwrapped host's layers, and those that are attached to it, by number of slots."""
+    """Return an unwrapped model's memories, own and attached, grouped by number of slots."""
     from probemon.adapters.ltm.attached import attached_memories
     from probemon.adapters.ltm.memory import SlotMemory
 
     memories: list[tuple[str, int, Any]] = []
     for number, layer in enumerate(find_layers(model)[1]):
-        own = (module for module in layer.modules() if isinstance(module, SlotMemory))
-        memories += ((f"memory.{number}", number, module) for module in own)
+        layer_memories = (module for module in layer.modules() if isinstance(module, SlotMemory))
+        memories += ((f"memory.{number}", number, module) for module in layer_memories)
     memories += ((f"memory.{one.number}", one.number, one.memory) for one in attached_memories(model))
     by_slots: dict[int, list[tuple[str, int, Any]]] = {}
     for site, number, module in memories:
@@ -42,11 +38,10 @@ def slot_memories(model: Any) -> list[SlotMemories]:
 
 
 class SlotMemories:
-    """Memories of M slots each. A token's read is a distribution over them and the null slot, which is number M.
+    """Memories of M slots each. A read is a distribution over the slots and the null slot, number M.
 
-    Of the slots that are read most, and the null slot, `top_idx` and `top_w` hold the number and p, `top_position` and
-    `top_token` which token the slot was written at: its place among the real tokens of its row, from 0, and its id; -1
-    for a slot that holds nothing, and the null slot.
+    `top_idx`, `top_w`: the slots read most and the null slot, with their weights. `top_position`, `top_token`: see
+    `Decisions`.
     """
 
     kind, codes, n_chosen = SLOTS, False, 1
@@ -59,29 +54,29 @@ class SlotMemories:
 
     def _read(self, output: Any) -> Tensor:
         if output.top_slot is None:
-            raise NotSupportedHost(
+            raise UnsupportedModel(
                 "the memory is in training mode, in which it does not say what it reads: call model.eval()"
             )
         n_slots = output.reads.shape[-1] - 1
         if n_slots != self.n_slots:
-            raise NotSupportedHost(
-                f"the memory has {n_slots} slots, and had {self.n_slots} when its watching began: reduce_slots and"
-                " grow_slots are for before the block"
+            raise UnsupportedModel(
+                f"the memory has {n_slots} slots, and had {self.n_slots} when its watching began: call reduce_slots"
+                " or grow_slots before the block"
             )
         parts = (output.reads, output.top_slot, output.top_position, output.top_token, output.top_p)
         return torch.cat([part.float() for part in parts], dim=-1)
 
     def decisions(self, states: Mapping[str, Singles]) -> Decisions:
-        """Return what n tokens read, a stream for each memory."""
+        """See `Source.decisions`."""
         packed, m = np.stack([states[site.name] for site in self.sites]), self.n_slots
         raw = np.concatenate([packed[:, :, 1 : m + 1], packed[:, :, :1]], axis=-1)
         slot, position, token, p = np.split(packed[:, :, m + 1 :], 4, axis=-1)
         null = np.full_like(slot[:, :, :1], m)
         top_w = np.concatenate([p, packed[:, :, :1]], axis=-1)
-        order = np.argsort(-top_w, axis=-1, kind="stable")  # of equal ones the lower slot, and the null slot last
+        order = np.argsort(-top_w, axis=-1, kind="stable")  # ties: lower slot first, null slot last
 
-        def ordered(values: Singles, of_null: Singles) -> Any:
-            whole = np.concatenate([values, of_null], axis=-1)
+        def ordered(values: Singles, null_value: Singles) -> Any:
+            whole = np.concatenate([values, null_value], axis=-1)
             with np.errstate(invalid="ignore"):
                 return np.take_along_axis(whole, order, axis=-1).astype(np.int64)
 
@@ -97,13 +92,7 @@ class SlotMemories:
 
 
 class NewestReads:
-    """What memories read at the newest batch of each recording, for whoever records its scores.
-
-    newest = NewestReads(sources)                   # those of `find_sources`, of any kind
-    newest.begin(recording, first, n)               # a batch of n tokens, whose entries begin at `first`
-    newest.keep(recording, number, part, placed, decisions)     # of source `number`, about the tokens `part` of it
-    newest.of(recording, first, n)                  # MemoryReads; None where no source is a memory
-    """
+    """Memory reads at the newest batch of each recording."""
 
     def __init__(self, sources: Sequence[Any]) -> None:
         self._memories = {number: source for number, source in enumerate(sources) if source.kind == SLOTS}
@@ -112,31 +101,33 @@ class NewestReads:
         self._batches: weakref.WeakKeyDictionary[Recording, _Batch] = weakref.WeakKeyDictionary()
 
     def begin(self, recording: Recording, first: int, n: int) -> None:
-        """Forget the batch before: what was read at it has been recorded, or never will be."""
+        """Start a batch."""
         if self._memories:
             self._batches[recording] = _Batch(first, n)
 
     def keep(self, recording: Recording, number: int, part: Ints, placed: PlacedTokens, decisions: Decisions) -> None:
-        """Keep what one source decided about the tokens `placed`, those of numbers `part` of the batch."""
+        """Keep the decisions of source `number` about the tokens `part` of the batch, `placed`."""
         if number not in self._memories:
             return
         top = (decisions.top_idx, decisions.top_w, decisions.top_position, decisions.top_token)
         for i, stream in enumerate(self._memories[number].streams):
-            own = [values[i] for values in top if values is not None]
-            self._batches[recording].parts.append((stream, part, placed.rows, self._memories[number].n_slots, own))
+            stream_top = [values[i] for values in top if values is not None]
+            self._batches[recording].parts.append(
+                (stream, part, placed.rows, self._memories[number].n_slots, stream_top)
+            )
 
     def of(self, recording: Recording, first: int, n: int) -> MemoryReads | None:
-        """Return what was read at the `n` entries from `first` on; nothing is known of those that are no such batch."""
+        """Return the reads at `n` entries from `first`: unknown unless the newest batch, None without a memory."""
         if not self._memories:
             return None
         sites, layers = zip(*((stream.site, stream.layer) for stream in self._streams), strict=True)
         batch = self._batches.get(recording)
         if batch is None or (batch.first, batch.n) != (first, n):
             return MemoryReads.unknown(sites, layers, n, 1)
-        reads = MemoryReads.unknown(sites, layers, n, max(own[0].shape[1] for *_, own in batch.parts))
+        reads = MemoryReads.unknown(sites, layers, n, max(top[0].shape[1] for *_, top in batch.parts))
         mask = recording.call.mask
         for stream, part, rows, n_slots, (slot, weight, position, token_id) in batch.parts:
-            # Real tokens are counted from the first that is no padding.
+            # Positions count from the first token after padding.
             padding = np.zeros(len(rows), np.int64) if mask is None else (mask[rows] != 0).argmax(axis=1)
             at = (part, self._streams.index(stream), slice(slot.shape[1]))
             reads.slot[at] = np.where(slot == n_slots, NULL, slot)
@@ -148,8 +139,6 @@ class NewestReads:
 
 @dataclass
 class _Batch:
-    """Tokens whose entries in a recording are `first` to `first + n`; by memory what was read at parts of them."""
-
     first: int
     n: int
     parts: list[tuple[Stream, Ints, Ints, int, list[Any]]] = field(default_factory=list)

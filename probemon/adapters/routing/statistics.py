@@ -1,19 +1,10 @@
-"""RoutingStatistics: how a set of routers behaved over a stream of tokens, in exact sums.
+"""RoutingStatistics: behaviour of a set of routers over a stream of tokens, in exact sums.
 
-    statistics = RoutingStatistics(n_streams=32, n_experts=8, n_chosen=2)
-    statistics.add(decisions, changes)                     # any number of tokens at a time
-    statistics.merge(others)                            # as if both had been one stream
-    statistics.metric("mutual_information")             # [S]
+Numbers are rounded and summed as integers of two words, so splitting or merging a stream changes no bit. Rounding
+residues of codes are summed too, to keep the rank of small codes.
 
-Every number is rounded to a fixed binary place and summed as an integer of two words, so that the way in which a stream
-was cut or merged changes no bit of a sum, and none grows past its room. Codes may be small, and their products much
-smaller. What rounding leaves of them is therefore rounded and summed too, so that codes with a norm from about 1e-4 on
-have their true rank.
-
-Entropies are in units of log E. To recognise collapse takes two: that of each decision, and that of the mean of the
-decisions. Their difference is the mutual information of token and expert. Codes are no distribution (a softmax over
-clamped codes is never peaked), so their covariance over tokens is kept: it has an effective rank (Roy and Vetterli,
-2007) and a variance for each dimension.
+Entropies are in units of log E. Codes are not distributions; their covariance has an effective rank (Roy and Vetterli,
+2007).
 """
 
 from __future__ import annotations
@@ -28,26 +19,25 @@ from probemon.adapters.routing.sketch import LogSketch
 from probemon.core.hierarchy import Ints, Mask
 from probemon.errors import ConfigError
 
-_SHARE = 1 << 30  # numbers from 0 to 1: rounded at 1e-9
-_CODE = 1 << 24  # numbers of codes and their products: rounded at 6e-8, and what that leaves at 4e-15
+_SHARE = 1 << 30  # shares are rounded at 1e-9
+_CODE = 1 << 24  # codes are rounded at 6e-8, residues at 4e-15
 QUANTILES = {"p50": 0.5, "p95": 0.95, "p99": 0.99}
-_FLAT = 1e-6  # a code's variance over its mean square under which it does not vary: what rounding leaves
+_FLAT = 1e-6  # relative variance that rounding alone causes
 _PER_STREAM = (
     "n", "n_bad", "n_steering", "n_reused", "n_pairs", "n_flips", "n_invalidated", "n_fallback", "n_confident",
     "_entropy", "_confidence", "_norm", "_norm_left",
 )  # fmt: skip
 _PER_EXPERT = ("load", "_weights", "_codes", "_codes_left")
-# Sums of numbers, not of tokens: of large codes the products of 8 million tokens would pass 64 bits.
+# Products of large codes pass 64 bits after 8 million tokens.
 _TWO_WORDS = ("_entropy", "_confidence", "_norm", "_weights", "_codes", "_products")
-_WORD_BITS = 40  # of the lower word, which is never negative: so a sum has one form, however it came about
+_WORD_BITS = 40  # of the lower, non-negative word
 
 
 class RoutingStatistics:
     """Statistics of S routers over E experts, or over codes of E dimensions (`codes`).
 
-    `n_chosen` is how many of a token's `top_idx` count as load. A decision that is not finite is left out and counted
-    in `n_bad [S]`. For how codes vary and are reused, only the tokens count that they steer (`Decisions.steering`),
-    `n_steering [S]`. Codes of one dimension have no rank.
+    `n_chosen`: how many of `top_idx` count as load. Non-finite decisions only count in `n_bad [S]`. Variation and reuse
+    of codes count only tokens that they steer, `n_steering [S]`.
     """
 
     def __init__(self, n_streams: int, n_experts: int, n_chosen: int = 1, *, codes: bool = False) -> None:
@@ -57,7 +47,7 @@ class RoutingStatistics:
                 " many as there are experts"
             )
         self.n_streams, self.n_experts, self.n_chosen, self.codes = n_streams, n_experts, n_chosen, codes
-        self._log_e = math.log(max(2, n_experts))  # one dimension is no distribution: nothing is divided by its log
+        self._log_e = math.log(max(2, n_experts))
         pairs = (n_streams, n_experts, n_experts) if codes else (0,)
         shapes: dict[str, tuple[int, ...]] = {
             **dict.fromkeys(_PER_STREAM, (n_streams,)),
@@ -76,10 +66,8 @@ class RoutingStatistics:
         total: Ints = sums[name]
         return total
 
-    # -- adding ----------------------------------------------------------------------------------
-
     def add(self, decisions: Decisions, changes: Changes) -> None:
-        """Add decisions about any number of tokens, and how they differ from those before."""
+        """Add decisions about any number of tokens."""
         good = decisions.finite
         n_good, sums = good.sum(axis=1), self._sums
         sums["n"] += n_good
@@ -107,31 +95,31 @@ class RoutingStatistics:
             codes = np.where(steering[:, :, None], decisions.raw, 0.0).astype(np.float64)
             norm = norms(np.where(good[:, :, None], decisions.raw, 0.0))
             self._add_exactly("_codes", codes)
-            for begin in range(0, codes.shape[1], 128):  # a prompt's products are many
+            for begin in range(0, codes.shape[1], 128):  # bounds memory in a prompt
                 part = codes[:, begin : begin + 128]
                 self._add_exactly("_products", part[:, :, :, None] * part[:, :, None, :])
             self._add_exactly("_norm", norm)
             self.norm_max = np.maximum(self.norm_max, norm.max(axis=1, initial=0.0))
 
     def add_latency(self, microseconds: float, count: int) -> None:
-        """Add `count` decisions that took so long each."""
+        """Add `count` decisions of this duration each."""
         self.latency.add(microseconds, count)
 
     def empty(self) -> RoutingStatistics:
-        """Return statistics of the same routers without any tokens."""
+        """Return empty statistics of the same routers."""
         return RoutingStatistics(self.n_streams, self.n_experts, self.n_chosen, codes=self.codes)
 
     @property
     def n_tokens(self) -> int:
-        """Tokens added so far; all routers decide about all of them."""
+        """Tokens added."""
         return int(self.n[0] + self.n_bad[0])
 
     def merge(self, other: RoutingStatistics) -> None:
-        """Add another stream of the same routers. Raises `ConfigError`."""
-        sizes, others = ((each.n_streams, each.n_experts, each.n_chosen, each.codes) for each in (self, other))
-        if sizes != others:
+        """Add another stream. Raises `ConfigError` if the routers differ."""
+        sizes, theirs = ((each.n_streams, each.n_experts, each.n_chosen, each.codes) for each in (self, other))
+        if sizes != theirs:
             raise ConfigError(
-                f"statistics of {others} (streams, experts, chosen, codes) into those of {sizes}: they are of other"
+                f"statistics of {theirs} (streams, experts, chosen, codes) into those of {sizes}: they are of other"
                 " routers"
             )
         for name, values in other._sums.items():
@@ -142,32 +130,30 @@ class RoutingStatistics:
         self.latency.merge(other.latency)
 
     def counted(self, over: str) -> Ints:
-        """Return how many tokens `[S]` count for a metric: those that `over(metric)` names."""
+        """Return the number of tokens `[S]` that `over(metric)` names."""
         return self.n + self.n_bad if over == _ALL else self._sums[over]
 
     def forget(self, streams: Mask) -> None:
-        """Remove all that was added to these streams `[S]`, and the latencies where that is all of them."""
+        """Clear streams `[S]`; latencies only with all of them."""
         for values in self._sums.values():
-            if len(values):  # products are of codes alone
+            if len(values):  # codes only
                 values[streams] = 0
         self.norm_max[streams] = 0
         if streams.all():
             self.latency = LogSketch()
 
-    # -- what follows from the sums --------------------------------------------------------------
-
     def metric(self, name: str) -> Numbers:
-        """Return one of the metrics below by name, `[S]`, NaN where it is not known."""
+        """Return one of `METRICS` `[S]`, NaN if unknown. Raises `ConfigError`."""
         if name not in METRICS:
-            raise ConfigError(f"{name!r} is no metric of routing: there are {', '.join(METRICS)}")
+            raise ConfigError(f"{name!r} is not a routing metric: there are {', '.join(METRICS)}")
         return np.broadcast_to(np.asarray(getattr(self, name)(), dtype=np.float64), (self.n_streams,))
 
     def not_finite_rate(self) -> Numbers:
-        """Share of the decisions that were left out: no finite numbers, or codes with a norm beyond the limits."""
+        """Share of decisions that are not finite."""
         return _ratio(self.n_bad, self.n + self.n_bad)
 
     def decision_entropy(self) -> Numbers:
-        """Mean over tokens of the entropy of each decision, in units of log E."""
+        """Mean entropy of a decision."""
         return self._distribution(_ratio(self._sum("_entropy"), self.n * float(_SHARE)))
 
     def marginal(self) -> Numbers:
@@ -176,24 +162,24 @@ class RoutingStatistics:
         return _ratio(weights, weights.sum(axis=1)[:, None])
 
     def marginal_entropy(self) -> Numbers:
-        """Entropy of the mean distribution, in units of log E."""
+        """Entropy of the mean distribution."""
         return self._distribution(np.where(self.n > 0, entropy(self.marginal()) / self._log_e, np.nan))
 
     def mutual_information(self) -> Numbers:
-        """Mutual information of token and expert: the marginal's entropy less the decisions', in units of log E."""
+        """Marginal minus decision entropy."""
         information: Numbers = np.maximum(self.marginal_entropy() - self.decision_entropy(), 0.0)
         return information
 
     def effective_experts(self) -> Numbers:
-        """exp of the entropy of the load, 1 to E: so many experts with equal loads have the same entropy."""
+        """exp of the load's entropy, 1 to E."""
         return np.where(self.n > 0, np.exp(entropy(self.load_shares())), np.nan)
 
     def spread(self) -> Numbers:
-        """The marginal's entropy, scaled: 0 where the same `n_chosen` experts have all, 1 where all have the same."""
+        """Marginal entropy, scaled: 0 if `n_chosen` experts have all, 1 if even."""
         return self._over_chosen(self.marginal_entropy())
 
     def load_spread(self) -> Numbers:
-        """The same of the load: a soft router may give every expert a share, and always choose the same ones."""
+        """The same for the load."""
         return self._over_chosen(np.where(self.n > 0, entropy(self.load_shares()) / self._log_e, np.nan))
 
     def load_shares(self) -> Numbers:
@@ -201,11 +187,11 @@ class RoutingStatistics:
         return _ratio(self.load, self.load.sum(axis=1)[:, None])
 
     def max_vio(self) -> Numbers:
-        """Largest load over the mean one, less 1."""
+        """Largest load over the mean load, minus 1."""
         return self.load_shares().max(axis=1) * self.n_experts - 1
 
     def least_load(self) -> Numbers:
-        """Smallest load over the mean one."""
+        """Smallest load over the mean load."""
         return self.load_shares().min(axis=1) * self.n_experts
 
     def least_weight(self) -> Numbers:
@@ -213,29 +199,29 @@ class RoutingStatistics:
         return self._distribution(self.marginal().min(axis=1) * self.n_experts)
 
     def gini(self) -> Numbers:
-        """Gini coefficient of the load: 0 where all experts are alike, near 1 where one has all."""
+        """Gini coefficient of the load: 0 if even."""
         load, e = np.sort(self.load_shares(), axis=1), self.n_experts
         coefficients: Numbers = (load * (2 * np.arange(1, e + 1) - e - 1)).sum(axis=1) / e
         return coefficients
 
     def flip_rate(self) -> Numbers:
-        """Share of the pairs of neighbouring tokens, both with finite decisions, whose first experts differ."""
+        """Share of neighbouring tokens whose top experts differ."""
         return _ratio(self.n_flips, self.n_pairs)
 
     def code_reuse_rate(self) -> Numbers:
-        """Share of the tokens that use the decision of an earlier one."""
+        """Share of tokens that reuse an earlier decision."""
         return self._code(_ratio(self.n_reused, self.n_steering))
 
     def kv_invalidations(self) -> Numbers:
-        """Tokens whose code changed without a decision: earlier keys and values were computed with an older code."""
+        """Tokens whose code changed without a decision."""
         return self._code(self.n_invalidated.astype(np.float64))
 
     def fallback_rate(self) -> Numbers:
-        """Share of the tokens at which a fallback was in force."""
+        """Share of tokens with a fallback in force."""
         return self._code(_ratio(self.n_fallback, self.n))
 
     def confidence(self) -> Numbers:
-        """Mean confidence, over the tokens that have one."""
+        """Mean confidence, over tokens that have one."""
         return _ratio(self._sum("_confidence"), self.n_confident * float(_SHARE))
 
     def code_norm(self) -> Numbers:
@@ -253,19 +239,19 @@ class RoutingStatistics:
         return self._total("_products") / n[:, :, None] - mean[:, :, None] * mean[:, None, :]
 
     def variances(self) -> Numbers:
-        """Variance of each dimension of the codes over tokens, `[S, E]`."""
+        """Variance of each code dimension, `[S, E]`."""
         variances: Numbers = np.maximum(np.diagonal(self.covariance(), axis1=1, axis2=2), 0.0)
         return variances
 
     def variation(self) -> Numbers:
-        """Variance of the codes over their mean square: 0 where all are the same, 1 where their mean is zero."""
+        """Variance of the codes over their mean square, 0 to 1."""
         if not self.codes:
             return self._code(np.full(self.n_streams, np.nan))
         square = np.trace(self._total("_products"), axis1=1, axis2=2) / np.maximum(self.n_steering, 1)
         return np.where(self.n_steering > 0, _or_zero(self.variances().sum(axis=1), square), np.nan)
 
     def effective_rank(self) -> Numbers:
-        """exp of the entropy of the covariance's eigenvalues: in how many dimensions codes vary, 0 for none."""
+        """exp of the entropy of the covariance's eigenvalues; 0 if codes do not vary."""
         if not self.codes or self.n_experts == 1:
             return np.full(self.n_streams, np.nan)
         eigenvalues = np.maximum(np.linalg.eigvalsh(self.covariance()), 0.0)
@@ -274,15 +260,15 @@ class RoutingStatistics:
         return np.where(np.isnan(varies), np.nan, np.exp(entropy(shares)) * varies)
 
     def rank_entropy(self) -> Numbers:
-        """log of the effective rank, in units of log E; 0 for a rank under 1."""
+        """log of the effective rank, at least 0, in units of log E."""
         return np.log(np.maximum(self.effective_rank(), 1.0)) / self._log_e
 
     def latency_p95_us(self) -> float:
-        """Microseconds that 95 % of the decisions' captures took at most."""
+        """95th percentile of capture times, in microseconds."""
         return self.latency.quantile(0.95)
 
     def as_dicts(self) -> list[dict[str, Any]]:
-        """Return the metrics of each stream for JSON, without those that are not known."""
+        """Return each stream's known metrics, for JSON."""
         values = {name: self.metric(name).tolist() for name in METRICS if name != "latency_p95_us"}
         variances = self.variances().tolist() if self.codes else []
         return [
@@ -297,10 +283,8 @@ class RoutingStatistics:
             for i in range(self.n_streams)
         ]
 
-    # -- inside ----------------------------------------------------------------------------------
-
     def _add_exactly(self, name: str, values: Numbers) -> None:
-        """Add numbers of codes `[S, n, ...]` to one sum, and to another what rounding leaves of them, exactly."""
+        """Sum code numbers, and their rounding residues separately."""
         scaled = values * _CODE
         whole = np.rint(scaled)
         self._add_whole(name, whole.astype(np.int64))
@@ -308,24 +292,20 @@ class RoutingStatistics:
         self._sums[f"{name}_left"] += _whole(scaled, _CODE).sum(axis=1)
 
     def _add_whole(self, name: str, values: Ints) -> None:
-        """Add integers `[S, n, ...]` to a sum of two words."""
         self._sums[name] += values.sum(axis=1)
         self._carry(name)
 
     def _carry(self, name: str) -> None:
-        """Move to the higher word what is too much for the lower one."""
         low = self._sums[name]
         self._sums[f"{name}_high"] += low >> _WORD_BITS
         low &= (1 << _WORD_BITS) - 1
 
     def _sum(self, name: str) -> Numbers:
-        """Return a sum of two words as a number."""
         high = self._sums[f"{name}_high"].astype(np.float64)
         total: Numbers = high * (1 << _WORD_BITS) + self._sums[name]
         return total
 
     def _total(self, name: str) -> Numbers:
-        """Return a sum, with what rounding left of its numbers."""
         total: Numbers = (self._sum(name) + self._sums[f"{name}_left"] / _CODE) / _CODE
         return total
 
@@ -336,7 +316,7 @@ class RoutingStatistics:
         return values if self.codes else np.full(self.n_streams, np.nan)
 
     def _over_chosen(self, values: Numbers) -> Numbers:
-        least = math.log(self.n_chosen) / self._log_e  # the entropy of `n_chosen` experts
+        least = math.log(self.n_chosen) / self._log_e  # entropy of `n_chosen` experts
         return (values - least) / (1 - least) if least < 1 else np.full(self.n_streams, np.nan)
 
 
@@ -347,7 +327,7 @@ METRICS = (
     "effective_rank", "rank_entropy",
     "latency_p95_us", "not_finite_rate",
 )  # fmt: skip
-_ALL = "all"  # tokens, whatever was decided about them
+_ALL = "all"
 _OVER = {
     **dict.fromkeys(("code_reuse_rate", "variation", "effective_rank", "rank_entropy"), "n_steering"),
     "flip_rate": "n_pairs", "confidence": "n_confident",
@@ -356,7 +336,7 @@ _OVER = {
 
 
 def over(metric: str) -> str:
-    """Return which tokens count for a metric: "n" (those with a finite decision), the name of fewer, or "all"."""
+    """Return the tokens that count for a metric: "n" (finite decisions), a narrower count, or "all"."""
     return _OVER.get(metric, "n") if metric in METRICS else _ALL
 
 
@@ -365,11 +345,11 @@ def _whole(values: Numbers, scale: int) -> Ints:
 
 
 def _ratio(part: Any, whole: Any) -> Numbers:
-    """part / whole, NaN where the whole is 0."""
+    """NaN if the whole is 0."""
     with np.errstate(divide="ignore", invalid="ignore"):
         return np.where(np.asarray(whole) > 0, part / np.asarray(whole, dtype=np.float64), np.nan)
 
 
 def _or_zero(part: Numbers, whole: Numbers) -> Numbers:
-    """part / whole, 0 where both are."""
+    """0 if the whole is 0."""
     return np.divide(part, whole, out=np.zeros(np.broadcast_shapes(part.shape, whole.shape)), where=whole > 0)

@@ -1,10 +1,4 @@
-"""Tally: statistics and alerts of the decisions of one kind of router, as they come.
-
-tally = Tally(streams, n_experts=8, n_chosen=2)
-alerts = tally.add(decisions, changes, latency_us=3.1)      # what was raised or cleared
-tally.total()                                               # RoutingStatistics of everything so far
-tally.alerts.raised
-"""
+"""Tally: running statistics and alerts for one kind of router."""
 
 from __future__ import annotations
 
@@ -18,16 +12,16 @@ from probemon.adapters.routing.alerts import DEFAULT_RULES, Alert, AlertRule, Al
 from probemon.adapters.routing.decisions import Changes, Decisions, Stream
 from probemon.adapters.routing.statistics import RoutingStatistics
 
-WINDOW = 256  # tokens: what windows of rules are made of
-Memory = Callable[[], tuple[int, int]]  # bytes in use, and how many there are
+WINDOW = 256  # tokens; rule windows are multiples of it
+Memory = Callable[[], tuple[int, int]]  # bytes in use, total bytes
 
 
 class Tally:
     """Statistics and alerts of S streams that decide about the same tokens.
 
-    - `codes`: the streams give codes, not distributions.
-    - `memory`: is asked once a window.
-    - `baseline`: of drifts, where it is known.
+    - `codes`: streams give codes, not distributions.
+    - `memory`: called once a window.
+    - `baseline`: reference for drifts.
     """
 
     def __init__(
@@ -50,10 +44,7 @@ class Tally:
         self._window = self._past.empty()
 
     def add(self, decisions: Decisions, changes: Changes, latency_us: float) -> list[Alert]:
-        """Add decisions about n tokens, each made in `latency_us`; return the alerts that they raise or clear.
-
-        A window ends where it is full, also within a batch.
-        """
+        """Add decisions about n tokens, each made in `latency_us`; return the alerts raised or cleared."""
         alerts: list[Alert] = []
         begin, n = 0, len(decisions)
         while begin < n:
@@ -74,7 +65,7 @@ class Tally:
         return alerts
 
     def total(self) -> RoutingStatistics:
-        """Return the statistics of everything so far."""
+        """Return the statistics so far."""
         total = self._past.empty()
         total.merge(self._past)
         total.merge(self._window)
@@ -82,8 +73,5 @@ class Tally:
 
 
 def memory_of(device: torch.device) -> Memory:
-    """Return the function that gives the bytes in use and the bytes there are.
-
-    It counts a GPU's, without what torch holds and does not use, or this process's and the machine's (or its group's).
-    """
+    """Return a function that gives bytes in use and total bytes, of a GPU or this process."""
     return gpu_memory(device) if device.type == "cuda" else process_memory

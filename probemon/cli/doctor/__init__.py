@@ -1,1 +1,1 @@
-"""The command doctor: its options (`command`), the checks (`examination`), and what settings cost a text."""
+"""The command doctor: options (`command`), checks (`examination`), costs of settings (`measured_settings`)."""

@@ -43,10 +43,9 @@ def doctor(
     """Check that MODEL can be watched by PACK here: versions, device, pack, model, whether they fit, the kernel, and a
     short generation whose scores are compared with those of an unwatched one. Says what is wrong, and what to do.
 
-    With --measure, settings are tried on the states of a text: how many probes each evaluates, how long that takes, and
-    how much of what fires it finds.
+    With --measure, also tries settings on a text: probes evaluated, time, and the share of firing probes found.
 
-    Exit status 0 where nothing failed (there may be warnings), 1 where something did.
+    Exit status 1 if something failed, else 0 (there may be warnings).
     """
     packs = [pack_for(model, pack), *(more_packs or ())]
     use_threads(threads)
@@ -60,7 +59,7 @@ def doctor(
     if text is not None:
         from probemon.cli.doctor.measured_settings import check_text_file
 
-        check_text_file(text)  # before a model is loaded
+        check_text_file(text)
     examination = Examination(model, packs, device=device, dtype=dtype, alert_set=alert_set, strict=strict)
     examination.run(load_aloud)
     health, measured = examination.health, None
@@ -73,7 +72,7 @@ def doctor(
         if not as_json:
             measured.show()
     elif measure and not as_json:
-        say("settings were not measured: mend what failed, and ask again")
+        say("settings were not measured: fix what failed, and run it again")
     if as_json:
         settings = {} if measured is None else {"settings": measured.as_dict()}
         answer({"model": model, "packs": packs, **health.as_dict(), **settings})

@@ -1,8 +1,7 @@
-"""Examination: what doctor looks at, one check after another; one that fails does not hide the others.
+"""Examination: the independent checks of doctor.
 
 examination = Examination("demo", ["demo"], device="cpu", dtype="auto", alert_set=None, strict=False)
-examination.run(load)                  # load(name, device, dtype): the model with its tokenizer
-examination.health                     # Health
+examination.run(load)                  # load(name, device, dtype): model and tokenizer
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from probemon.engine.build import choose_for
 from probemon.engine.kernels import cache_folder, check_device
 from probemon.errors import ProbemonError
 from probemon.host.abilities import Abilities
-from probemon.host.compatibility import host_problems
+from probemon.host.compatibility import model_problems
 from probemon.host.internals import is_wrapping_tensor
 from probemon.host.loading import slow_number
 from probemon.host.model import find_layers, unwrap
@@ -42,12 +41,12 @@ from probemon.util.counted import counted
 
 Load = Callable[[str, str, str], tuple[Any, Any]]
 _CANARY_TOKENS = 6
-_NOT_TRIED = "Mend what failed above, and ask again."
+_NOT_TRIED = "Fix what failed above, and run this again."
 _CACHE_REMEDY = f"{REMEDY[0].upper()}{REMEDY[1:]}."
 
 
 class Examination:
-    """Each check adds to `checks`. What later ones need is None where it could not be had."""
+    """Adds to `checks`. `pack`, `host`, `tokenizer`: None if not loaded."""
 
     def __init__(
         self, model: str, packs: Sequence[str], *, device: str, dtype: str, alert_set: str | None, strict: bool
@@ -61,11 +60,11 @@ class Examination:
 
     @property
     def health(self) -> Health:
-        """Return the checks so far."""
+        """The checks so far."""
         return Health(tuple(self.checks))
 
     def run(self, load: Load) -> None:
-        """Make every check."""
+        """Run every check."""
         self._try("versions", "Install probemon again: pip install --upgrade probemon.", _versions)
         self._try("device", "Choose another --device; what follows was tried on the CPU.", self._look_at_device)
         self._try("threads", "Give --threads a number.", _threads)
@@ -79,19 +78,18 @@ class Examination:
         self._kernel()
         self._sing()
 
-    # -- one failure hides no other --------------------------------------------------------------
+    # -- independent checks ----------------------------------------------------------------------
 
     def _try(self, name: str, remedy: str, check: Callable[..., Check], *arguments: Any) -> None:
-        """Add a check; what it raises is one that failed."""
         try:
             self.checks.append(check(*arguments))
-        except Exception as error:  # of every kind: it is looked for what is wrong
+        except Exception as error:
             text = " ".join(str(error).split())
-            own = isinstance(error, ProbemonError)
-            self.checks.append(Check(name, FAILED, text if own else f"{type(error).__name__}: {text}", remedy))
+            is_expected = isinstance(error, ProbemonError)
+            self.checks.append(Check(name, FAILED, text if is_expected else f"{type(error).__name__}: {text}", remedy))
 
     def _after(self, name: str, check: Callable[[], Check], remedy: str, needs_pack: bool = True) -> None:
-        """Add a check of the model, with the pack where that is needed; one that cannot be made is said to be so."""
+        """Add a check that needs the model and maybe the pack."""
         missing = [what for what, have in (("model", self.host), ("pack", self.pack)) if have is None]
         if "model" in missing or (needs_pack and missing):
             self.checks.append(Check(name, WARNING, f"not tried, for want of a {missing[0]}", _NOT_TRIED))
@@ -139,7 +137,7 @@ class Examination:
         plain = [(name, weight) for name, weight in self.host.named_parameters() if not is_wrapping_tensor(weight)]
         bad = [name for name, weight in plain if not bool(torch.isfinite(weight).all())]
         if bad:
-            what = f"{len(bad)} weights hold values that are no numbers, the first is {bad[0]}"
+            what = f"{len(bad)} weights hold values that are not numbers, the first is {bad[0]}"
             return Check("model", FAILED, what, "Fetch or convert the model again, or try another --dtype.")
         what = f"{type(self.host).__name__}, {n_weights / 1e6:,.0f} M weights in {number}"
         if slow_number(self.host):
@@ -148,7 +146,7 @@ class Examination:
 
     def _fit(self) -> Check:
         assert self.pack is not None
-        problems = host_problems(self.pack, unwrap(self.host), strict=True)
+        problems = model_problems(self.pack, unwrap(self.host), strict=True)
         if not problems:
             return Check("fit", OK, "the pack was made for these weights")
         remedy = "Use the model that the pack names, or take its scores for what they are."
@@ -156,10 +154,10 @@ class Examination:
 
     def _sites(self) -> Check:
         assert self.pack is not None
-        host, sites = unwrap(self.host), list(self.pack.sites)
-        Tap(host, sites, lambda site, hidden: None)  # finds every module, or raises
-        Abilities(host).check_streams(sites)
-        return Check("sites", OK, f"{', '.join(sites)} of {len(find_layers(host)[1])} layers can be read")
+        model, sites = unwrap(self.host), list(self.pack.sites)
+        Tap(model, sites, lambda site, hidden: None)
+        Abilities(model).check_streams(sites)
+        return Check("sites", OK, f"{', '.join(sites)} of {len(find_layers(model)[1])} layers can be read")
 
     def _look_at_tokenizer(self) -> Check:
         n_ids, n_rows = len(self.tokenizer), self.host.get_input_embeddings().num_embeddings
@@ -169,7 +167,7 @@ class Examination:
         has = "a chat template" if getattr(self.tokenizer, "chat_template", None) else "no chat template"
         return Check("tokenizer", OK, f"{n_ids:,} tokens, {has}")
 
-    # -- what scores, and whether its scores are right -------------------------------------------
+    # -- kernel and scores -----------------------------------------------------------------------
 
     def _kernel(self) -> None:
         if self.pack is None:
@@ -186,7 +184,7 @@ class Examination:
         if folder is None:
             return Check("cache", OK, f"{impl} compiles nothing")
         if not folder:
-            return Check("cache", WARNING, "no folder can be written, so that every start compiles anew", _CACHE_REMEDY)
+            return Check("cache", WARNING, "no folder can be written, so every start compiles again", _CACHE_REMEDY)
         if is_temporary(Path(folder)):
             what = f"compiled code is kept in {folder}, for want of another folder that can be written"
             return Check("cache", WARNING, what, _CACHE_REMEDY)
@@ -219,8 +217,8 @@ class Examination:
     def _hear(self, manager: DynamicProbeManager) -> Check:
         canary = Canary(manager, self.host, self.tokenizer, n_tokens=_CANARY_TOKENS, **_padding(self.host))
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of other weights: the check of the fit says it
-            canary.sing()  # compiles, and fills caches
+            warnings.simplefilter("ignore")  # the fit check reports other weights
+            canary.sing()  # warm-up
             song = canary.sing()
             difference = canary.compare(song)
         self.checks += song.health.wrong
@@ -234,28 +232,30 @@ class Examination:
 
 
 def _versions() -> Check:
-    have, wrong = [f"probemon {__version__}", f"Python {platform.python_version()}"], []
+    versions, problems = [f"probemon {__version__}", f"Python {platform.python_version()}"], []
     try:
-        wanted = importlib.metadata.requires("probemon") or []
+        requirements = importlib.metadata.requires("probemon") or []
     except importlib.metadata.PackageNotFoundError:
-        what = f"{', '.join(have)}, which is not installed: what it needs is unknown"
+        what = f"{', '.join(versions)}, which is not installed: what it needs is unknown"
         return Check("versions", WARNING, what, "Install it with pip.")
-    for requirement in map(Requirement, wanted):
+    for requirement in map(Requirement, requirements):
         if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
             continue
         try:
             version = importlib.metadata.version(requirement.name)
         except importlib.metadata.PackageNotFoundError:
-            wrong.append(f"{requirement.name} is missing, {requirement.specifier} is needed")
+            problems.append(f"{requirement.name} is missing, {requirement.specifier} is needed")
             continue
         if not requirement.specifier.contains(version, prereleases=True):
-            wrong.append(f"{requirement.name} is {version}, {requirement.specifier} is needed")
+            problems.append(f"{requirement.name} is {version}, {requirement.specifier} is needed")
         elif requirement.name in ("torch", "transformers", "triton"):
-            have.append(f"{requirement.name} {version}")
-    if wrong:
-        return Check("versions", FAILED, "; ".join(wrong), "Install what is needed: pip install --upgrade probemon.")
+            versions.append(f"{requirement.name} {version}")
+    if problems:
+        return Check("versions", FAILED, "; ".join(problems), "Install what is needed: pip install --upgrade probemon.")
     numba = "numba" if importlib.util.find_spec("numba") else ""
-    return Check("versions", OK, ", ".join([*have, *([f"numba {importlib.metadata.version(numba)}"] if numba else [])]))
+    return Check(
+        "versions", OK, ", ".join([*versions, *([f"numba {importlib.metadata.version(numba)}"] if numba else [])])
+    )
 
 
 def _threads() -> Check:
@@ -269,7 +269,7 @@ def _threads() -> Check:
 
 
 def _golden_difference(manager: DynamicProbeManager) -> float:
-    """Return how far a manager's scores are from those that its pack records; 0 for several packs, or without any."""
+    """Return the largest difference from golden scores, or 0."""
     pack = manager.pack
     if not isinstance(pack, ProbePack) or pack.golden_hidden is None or pack.golden_scores is None:
         return 0.0
@@ -278,7 +278,6 @@ def _golden_difference(manager: DynamicProbeManager) -> float:
 
 
 def _padding(model: Any) -> dict[str, Any]:
-    """Return what keeps `generate` from telling that it takes the end for padding."""
     config = model.generation_config
     ends = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
     return (

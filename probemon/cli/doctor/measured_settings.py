@@ -1,8 +1,7 @@
-"""What `probemon doctor --measure` says of settings: what a text of the user's own costs and shows under each.
+"""`probemon doctor --measure`: cost and recall of settings on a text.
 
-measured = MeasuredSettings.on(host, tokenizer, pack, device, documents)       # None: a text of ours
+measured = MeasuredSettings.on(host, tokenizer, pack, device, documents)       # None: a built-in text
 measured.show()
-measured.as_dict()
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from probemon.packs.manifest import SO_FAR
 from probemon.util.counted import counted
 
 MOST_TOKENS = 512
-_PROMPT_TOKENS = 32  # of the text, which the host is given to go on from
+_PROMPT_TOKENS = 32
 _SECONDS = 30.0
 TEXT = (
     "The harbour master kept two ledgers. In one he wrote the ships: their tonnage, their cargo of grain or timber or"
@@ -39,13 +38,13 @@ TEXT = (
 
 
 def check_text_file(text: Path) -> None:
-    """Raise `ConfigError` if no document can be read from a file or folder."""
+    """Raise `ConfigError` without a readable document."""
     next(iter(read_documents(text)), None)
 
 
 @dataclass(frozen=True)
 class MeasuredSettings:
-    """Holds the trials, how many tokens of which text they had, and what watching adds to a step of the host."""
+    """Trials on a text, and what watching adds to a step."""
 
     trials: list[SettingTrial]
     n_tokens: int
@@ -54,32 +53,32 @@ class MeasuredSettings:
 
     @classmethod
     def on(cls, host: Any, tokenizer: Any, pack: AnyPack, device: str, documents: Path | None) -> MeasuredSettings:
-        """Measure on the first document that can be read. Raises `ConfigError` where there is none."""
+        """Measure on the first readable document. Raises `ConfigError`."""
         source = [{"text": TEXT}] if documents is None else documents
         reader = StateReader(host, tokenizer, list(pack.sites), Reading(), so_far=pack.scope == SO_FAR)
-        read = next((one for shard in shards(read_documents(source)) for one in reader.states([shard])), None)
-        if read is None:
+        first_reading = next((one for shard in shards(read_documents(source)) for one in reader.states([shard])), None)
+        if first_reading is None:
             raise ConfigError(f"no document of {documents} has a token: give --text a file with texts")
-        document, tokens, states = read
-        some = {site: hidden[:MOST_TOKENS] for site, hidden in states.items()}
-        trials = try_settings(pack, some, device=device)
+        document, tokens, states = first_reading
+        first_states = {site: hidden[:MOST_TOKENS] for site, hidden in states.items()}
+        trials = try_settings(pack, first_states, device=device)
         ids = torch.as_tensor(tokens.ids[:_PROMPT_TOKENS], device=host.device)[None]
         inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
         with told_if_long("measuring: up to a minute"):
             cost = overhead(DynamicProbeManager(pack, device=device), host, inputs, most_seconds=_SECONDS)
-        text = "a text of ours, which says little of yours: give --text" if documents is None else document.id
+        text = "a built-in text, which says little of yours: give --text" if documents is None else document.id
         return cls(trials, min(MOST_TOKENS, len(tokens)), text, cost)
 
     def show(self) -> None:
-        """Print a line for each trial, and what watching adds."""
+        """Print a line per trial, and what watching adds."""
         say("", f"settings, on {counted(self.n_tokens, 'token')} of {self.text}")
         table = plain_table()
         table.add_column("settings", no_wrap=True)
         for head in ("evaluated a token", "dropped", "µs a step", "found"):
             table.add_column(head, justify="right")
         for trial in self.trials:
-            found = "nothing fires" if math.isnan(trial.found) else f"{100 * trial.found:.1f}%"
-            numbers = f"{trial.n_evaluated:.1f}", f"{trial.n_dropped:.1f}", f"{trial.step_us:,.0f}", found
+            share = "nothing fires" if math.isnan(trial.found) else f"{100 * trial.found:.1f}%"
+            numbers = f"{trial.n_evaluated:.1f}", f"{trial.n_dropped:.1f}", f"{trial.step_us:,.0f}", share
             table.add_row(_named(trial), *numbers)
         terminal(soft_wrap=False).print(table)
         low, high = self.cost.interval_pct
@@ -89,7 +88,7 @@ class MeasuredSettings:
         )
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the same for JSON."""
+        """The same for JSON."""
         return {
             "n_tokens": self.n_tokens,
             "text": self.text,

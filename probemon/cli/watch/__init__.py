@@ -1,1 +1,1 @@
-"""The command watch: its options (`command`), what stops it (`rules`), its view, and what it says at the end."""
+"""The command watch: options (`command`), stop rules (`rules`), live view, and final report (`answer`)."""

@@ -1,9 +1,4 @@
-"""What watch says once it has ended: lines for people, one object for programs.
-
-watched = Watched(manager, result, watching, above=above, cost=None, audited=False)
-watched.lines()                       # what stands below the summary
-watched.as_dict(prompt="...")         # the text, the concepts of every token of it, the summary, counts
-"""
+"""The report of watch: `lines()` for people, `as_dict()` for programs."""
 
 from __future__ import annotations
 
@@ -32,7 +27,7 @@ _MOST_REASONS = 3
 
 @dataclass(frozen=True)
 class WatchAnswer:
-    """A watch that has ended: what came of it, why it ended, what is shown of it (`above`), what it cost."""
+    """An ended watch; `above`: what is shown."""
 
     manager: DynamicProbeManager
     result: Result
@@ -42,7 +37,7 @@ class WatchAnswer:
     audited: bool
 
     def lines(self) -> list[str]:
-        """Return how it ended, counts, what it cost, what the silence of probes means."""
+        """Return how it ended, counts, costs, and what silence means."""
         result, pack = self.result, self.manager.pack
         evaluated, active = self._per_token("evaluated"), self._per_token("active")
         lines = self._ending() + self._compared()
@@ -66,7 +61,7 @@ class WatchAnswer:
         return lines + self._cost_lines() + self._threshold_lines()
 
     def as_dict(self, **asked: Any) -> dict[str, Any]:
-        """Return everything of it; `asked`: what was asked for, said again."""
+        """Return everything; `asked`: the request."""
         result, pack, cover = self.result, self.manager.pack, self.result.coverage
         evaluated, active = self._per_token("evaluated"), self._per_token("active")
         tokens = result.tokens_of(0, "generated")
@@ -111,17 +106,16 @@ class WatchAnswer:
         }
 
     def _per_token(self, count: str) -> float:
-        """A count of the coverage, in the mean over the tokens seen."""
         cover = self.result.coverage
         return float(getattr(cover, count)[cover.seen].mean())
 
     def _reading(self, token: int) -> list[dict[str, Any]]:
-        """Return what each memory read most at a token; its weight is None where JSON has no number for it."""
+        """Return each memory's reading at a token; None for a weight that is not finite."""
         readings = self.result.reading(token)
         return [{**asdict(one), "weight": one.weight if math.isfinite(one.weight) else None} for one in readings]
 
     def _firing(self, token: int) -> list[ConceptScore]:
-        """Return the concepts that fire at a token and are shown, the strongest first."""
+        """Return the shown concepts that fire at a token, strongest first."""
         pack, where = self.manager.pack, self.result.where(token)
         scores = firing(self.result.scores, token, self.above)
         concepts = [describe(pack, probe, score, **where) for probe, score in scores.items()]
@@ -148,7 +142,6 @@ class WatchAnswer:
         }
 
     def _stopped(self) -> dict[str, Any] | None:
-        """Return the rule that stopped the generation, and where it was met."""
         event = self.watching.met
         if event is None:
             return None
@@ -158,16 +151,16 @@ class WatchAnswer:
         return {**_as_dict(concept, at=True), **compared, "blind": event.blind or None}
 
     def _ending(self) -> list[str]:
-        lines = ["interrupted: what came until then stands above"] if self.watching.interrupted else []
+        lines = ["interrupted: the text so far is above"] if self.watching.interrupted else []
         stopped = self._stopped()
         if stopped is not None:
             what = "scored" if stopped["aggregate"] == "each" else f"had a running score ({stopped['aggregate']}) of"
-            said = f"{what} {', over '.join(apart(stopped['value'], stopped['above']))}"
+            reason = f"{what} {', over '.join(apart(stopped['value'], stopped['above']))}"
             if stopped["blind"]:
-                said = f"is not known there: {stopped['blind']}"
+                reason = f"is not known there: {stopped['blind']}"
             lines.append(
                 f"stopped at {printable(stopped['token'])!r}, position {stopped['position']}:"
-                f" {' > '.join(stopped['path'])} {said}"
+                f" {' > '.join(stopped['path'])} {reason}"
             )
         elif not self.watching.interrupted:
             lines += self._not_met()
@@ -180,7 +173,6 @@ class WatchAnswer:
         return lines
 
     def _events(self) -> list[str]:
-        """What rules of the deployment met."""
         assert self.manager.deployment is not None
         events = list(self.watching.events)
         name = self.manager.deployment.name
@@ -196,39 +188,37 @@ class WatchAnswer:
         return lines + [f"  and {len(events) - _RULES_SHOWN} more"] * (len(events) > _RULES_SHOWN)
 
     def _not_met(self) -> list[str]:
-        """How near the rules came that stopped nothing, the nearest first."""
         tokens, lines = self.result.tokens_of(0, "generated"), []
         if not len(tokens):
             return []
         for rule in self.watching.rules:
             name = self.manager.pack.concepts[rule.probe]["name"]
-            if is_of_traffic(rule.aggregator):  # what was compared with is not in the result
+            if is_of_traffic(rule.aggregator):
                 lines.append((math.inf, f"--stop-on: {name} was not met by {rule.aggregator}"))
                 continue
             running = self.result.aggregate(rule.probe, rule.aggregator)
             if not len(running.values):
-                lines.append((math.inf, f"--stop-on: {name} was asked of no token, since none was scored"))
+                lines.append((math.inf, f"--stop-on: {name} was compared at no token, since none was scored"))
                 continue
-            known = ~np.isnan(running.values)  # a z-score needs some tokens to compare with
-            best = int(np.argmax(np.where(known, running.values, -np.inf)))
+            has_value = ~np.isnan(running.values)  # a z-score needs earlier tokens
+            best = int(np.argmax(np.where(has_value, running.values, -np.inf)))
             score = float(running.values[best])
             token = self.result.where(self.result.at(0, int(running.positions[best])))
             at = f"at {printable(token['token'])!r}, position {token['position']}" if score else "at any token seen"
             what = "scored" if rule.aggregator == Each() else f"had a running score ({rule.aggregator}) of"
             score_text, above = apart(score, rule.above)
             line = f"--stop-on: {name} was not met; it {what} at most {score_text} {at}, and takes over {above}"
-            if not known.any():
+            if not has_value.any():
                 line = f"--stop-on: {name} was not met; there were too few tokens for {rule.aggregator}"
-            lines.append((rule.above - score if known.any() else math.inf, line))
-        more = [f"and {len(lines) - _RULES_SHOWN} more of --stop-on were not met"] if len(lines) > _RULES_SHOWN else []
-        return [line for _, line in sorted(lines)[:_RULES_SHOWN]] + more
+            lines.append((rule.above - score if has_value.any() else math.inf, line))
+        rest = [f"and {len(lines) - _RULES_SHOWN} more of --stop-on were not met"] if len(lines) > _RULES_SHOWN else []
+        return [line for _, line in sorted(lines)[:_RULES_SHOWN]] + rest
 
     def _compared(self) -> list[str]:
-        """Where rules compared single tokens, and the pack has thresholds of running scores, which those are."""
-        known = [name for name in self.manager.pack.aggregated if name != str(Max())]  # that is what summaries use
-        if not known or not any(rule.aggregator == Each() for rule in self.watching.rules):
+        aggregates = [name for name in self.manager.pack.aggregated if name != str(Max())]
+        if not aggregates or not any(rule.aggregator == Each() for rule in self.watching.rules):
             return []
-        names = ", ".join(f"--aggregate {name}" for name in known)
+        names = ", ".join(f"--aggregate {name}" for name in aggregates)
         return [f"--stop-on compared single tokens; for running scores the pack has other thresholds: {names}"]
 
     def _cost_lines(self) -> list[str]:
@@ -242,7 +232,7 @@ class WatchAnswer:
             (
                 f"host {cost.host_ms:.1f} ms a token; watching adds {cost.added_ms:.2f} ms ({cost.overhead_pct:+.1f} %,"
                 f" 95 % interval {cost.interval_pct[0]:+.1f} to {cost.interval_pct[1]:+.1f}"
-                f"{'' if cost.is_resolved else ', wide: other work runs beside it'};"
+                f"{'' if cost.is_resolved else ', wide: other work runs at the same time'};"
                 f" {cost.monitor_ms:.2f} ms inside our hooks; medians of {cost.n_steps} pairs of steps)"
             ),
         ]
@@ -265,7 +255,7 @@ class WatchAnswer:
         pack, lines = self.manager.pack, list[str]()
         n_mute = int(pack.alert_threshold.isnan().sum())
         if n_mute < pack.n_probes:
-            by = f"by its set {pack.alert_set}" if pack.alert_set else "which the pack's card tells of"
+            by = f"by its set {pack.alert_set}" if pack.alert_set else "which the pack's card describes"
             levels = any(concept.get("alert_threshold_of") == "its level" for concept in pack.concepts)
             of = "what it (a rare one: its level) fires at" if levels else "what it fires at"
             lines.append(
@@ -281,7 +271,7 @@ class WatchAnswer:
                 f"{n_ranked} of {pack.n_probes} probes are of packs without any alert threshold: their concepts"
                 " are shown by rank, which does not say that they are there. probemon calibrate sets thresholds"
             )
-        if n_mute > n_ranked:  # their silence says nothing
+        if n_mute > n_ranked:
             lines.append(
                 f"{n_mute - n_ranked} of {pack.n_probes} probes have no alert threshold, so that they are never shown,"
                 " whatever they score: probemon calibrate sets one"
@@ -295,7 +285,7 @@ class WatchAnswer:
                 " those of --concept, and what is below them."
             )
         if self.above is not None and np.isfinite(self.above).any():
-            lines.append("What fires with less than --min-strength is not shown.")
+            lines.append("Concepts that fire with less than --min-strength are not shown.")
         return lines
 
 
@@ -306,9 +296,7 @@ def _why_unseen(unseen: Sequence[str]) -> str:
 
 
 def apart(*numbers: float) -> list[str]:
-    """Return some numbers with three decimals, or with as many more as it takes to tell them apart, and as the least of
-    them has two digits in.
-    """
+    """Format numbers with three decimals, or more to tell them apart."""
     least = min((abs(number) for number in numbers if number and math.isfinite(number)), default=1.0)
     first = max(3, min(9, 1 - math.floor(math.log10(least))))
     for decimals in range(first, 10):
@@ -319,7 +307,7 @@ def apart(*numbers: float) -> list[str]:
 
 
 def _as_dict(concept: ConceptScore, *, at: bool = False) -> dict[str, Any]:
-    """Return what a program reads of a concept; with `at` also at which token."""
+    """Return a concept for JSON; `at`: with its token."""
     content = {
         "concept": concept.concept,
         "name": concept.name,

@@ -1,7 +1,6 @@
 """The command watch.
 
 probemon watch demo --prompt "Tell me about whales."
-probemon watch demo demo --pack packs/mine
 probemon watch demo --concept animal --stop-on whale:1 --out scores.jsonl --json
 probemon watch demo --deployment examples/watch.yaml
 """
@@ -42,7 +41,7 @@ if TYPE_CHECKING:
     from probemon.manager import DynamicProbeManager
     from probemon.monitor.overhead import Overhead
 
-_PROMPT_SHOWN = 200  # characters
+_PROMPT_SHOWN = 200
 
 
 def watch(
@@ -76,9 +75,9 @@ def watch(
 ) -> None:
     """Generate from MODEL and show the concepts of PACK token by token; with --pack those of several packs at once.
 
-    Of a host with memory slots it also shows which token each memory was reading.
+    For a model with memory slots it also shows which token each memory was reading.
 
-    Ctrl-C ends it with what came until then, and exit status 130.
+    Ctrl-C ends it early, with exit status 130.
     """
     check_generation(prompt, max_new_tokens)
     sampling = sampling_arguments(sample, temperature, top_p, seed)
@@ -87,7 +86,7 @@ def watch(
 
     check_device(device)
     use_threads(threads)
-    # First: it takes milliseconds, the model seconds.
+    # Before the slow model.
     if deployment is not None:
         check_beside_file(pack or more_packs, alert_set, audit_rate)
         manager = _deployed(deployment, device)
@@ -98,25 +97,25 @@ def watch(
     above = shown_above(opened, concept or (), min_strength)
     watching = Watching(stop_rules(opened, stop_on or (), aggregate), scores_sink(out))
     check_watched(manager, concept or ())
-    host, tokenizer = load_aloud(model, device, dtype)
+    loaded, tokenizer = load_aloud(model, device, dtype)
     from probemon.cli.watch.answer import WatchAnswer
     from probemon.cli.watch.live_view import summary
     from probemon.host.compatibility import check_readable
     from probemon.host.model import unwrap
 
-    check_readable(opened, unwrap(host), strict=strict)  # before the view says that it is watched
+    check_readable(opened, unwrap(loaded), strict=strict)  # before the view claims to watch
     console, messages = terminal(soft_wrap=False, error=as_json), chat_messages(tokenizer, prompt, system)
-    check_fits(host, tokenizer, messages)
+    check_fits(loaded, tokenizer, messages)
     view, result = _view(console, f"{model} watched by {opened.name}", opened.n_probes, prompt, plain, above), None
     _seed(seed)
     generate = {"strict": strict, "prepare": watching.prepare, "max_new_tokens": max_new_tokens, **sampling}
-    generate["followers"] = followers_of_view(host)
+    generate["followers"] = followers_of_view(loaded)
     with view, on_interrupt(watching.interrupt):
-        for event in manager.stream(host, tokenizer, messages, **generate):
+        for event in manager.stream(loaded, tokenizer, messages, **generate):
             view.show(event)
             result = event.result or result
     assert result is not None
-    cost = _measure(manager, host, tokenizer, messages, watching) if measure else None
+    cost = _measure(manager, loaded, tokenizer, messages, watching) if measure else None
     watched = WatchAnswer(manager, result, watching, above=above, cost=cost, audited=bool(manager.audit_rate))
     summary(console, result, watched.lines(), above=above)
     if as_json:
@@ -140,7 +139,7 @@ def _managing(packs: list[str], alert_set: str | None, **settings: Any) -> Dynam
 def _view(
     console: Console, title: str, n_probes: int, prompt: str, plain: bool, above: Doubles | None
 ) -> PlainView | LiveView:
-    """Return the live view, or below a line of its own the plain one, as asked for or where there is no terminal."""
+    """Return the live view, or the plain one below a title."""
     from probemon.cli.watch.live_view import LiveView, PlainView
 
     if console.is_terminal and not plain:
@@ -157,19 +156,18 @@ def _seed(seed: int | None) -> None:
 
 
 def _measure(
-    manager: DynamicProbeManager, host: Any, tokenizer: Any, messages: Any, watching: Watching
+    manager: DynamicProbeManager, model: Any, tokenizer: Any, messages: Any, watching: Watching
 ) -> Overhead | None:
-    """Return what watching costs; None where it was interrupted."""
     from probemon.monitor.overhead import overhead
     from probemon.monitor.stream import encode
 
     if watching.interrupted:
         return None
-    inputs = {name: value.to(host.device) for name, value in encode(tokenizer, messages).items()}
+    inputs = {name: value.to(model.device) for name, value in encode(tokenizer, messages).items()}
     aside = terminal(error=True)
     try:
         with aside.status("measuring the overhead, up to a minute") if aside.is_terminal else nullcontext() as status:
-            return overhead(manager, host, inputs, progress=lambda line: status.update(line) if status else None)
+            return overhead(manager, model, inputs, progress=lambda line: status.update(line) if status else None)
     except KeyboardInterrupt:
         watching.interrupt()
         return None

@@ -1,13 +1,10 @@
-"""The live view: each token with its leading concepts, each concept with its path from the root, and what was read.
+"""The live view: each token with its leading concepts and their paths.
 
-Where a pack has no alert threshold at all, nothing fires: the view shows the best-ranked concepts, marked as such. Of a
-host with memory slots it shows which token each memory was reading.
-
-    with LiveView(console, title="...") as view:          # or PlainView, one line a token, for pipes
+    with LiveView(console, title="...") as view:          # or PlainView, one line per token, for pipes
         for event in manager.stream(...):
             view.show(event)
 
-`above [P]` is what a score has to exceed to be shown, beside its alert threshold.
+Without alert thresholds, the best-ranked concepts are shown. `above [P]`: scores over which concepts are shown.
 """
 
 from __future__ import annotations
@@ -32,14 +29,14 @@ from probemon.util.counted import counted
 _COLOURS = (
     "cyan", "green", "magenta", "yellow", "blue", "bright_blue", "bright_cyan", "bright_green", "bright_magenta",
 )  # fmt: skip
-_NARROW = 60  # columns, under which the share of right fires is not shown
-_CLEAR = 0.5  # strength from which a concept is shown bold: odds e**0.5 times those of its threshold
+_NARROW = 60  # columns, to show precision
+_CLEAR = 0.5  # least strength in bold
 RANKED = "ranked, not firing"
 _BAR = "▁▂▃▄▅▆▇█"
 
 
 class PlainView:
-    """One line for every token with something to say, no control characters: for pipes and logs."""
+    """One line per token with something to show, without control characters."""
 
     def __init__(self, console: Console, *, n_concepts: int = 3, above: Doubles | None = None) -> None:
         self._console, self._k, self._above = console, n_concepts, above
@@ -51,20 +48,20 @@ class PlainView:
         pass
 
     def show(self, event: TokenEvent) -> None:
-        """Show one more token."""
+        """Show a token."""
         token = printable(event.token)
         leading = event.leading(event.pack.n_probes, self._above)
         concepts = [f"{' > '.join(c.path)} {c.strength:+.1f}{right(c)}" for c in leading[: self._k]]
         concepts += [f"and {len(leading) - self._k} more"] if len(leading) > self._k else []
         if ranked := event.ranked(self._k, self._above):
             concepts.append(f"{RANKED}: " + ", ".join(f"{' > '.join(c.path)} {c.score:.2f}" for c in ranked))
-        said = unseen(event) or "; ".join([*concepts, *filter(None, [memories_read(event)])])
-        if said:
-            self._console.print(Text(harmless(f"{event.position:>4}  {token:<14} {said}")), soft_wrap=True)
+        remarks = unseen(event) or "; ".join([*concepts, *filter(None, [memories_read(event)])])
+        if remarks:
+            self._console.print(Text(harmless(f"{event.position:>4}  {token:<14} {remarks}")), soft_wrap=True)
 
 
 class LiveView:
-    """The text so far, coloured by the leading concept of each token, over a table of the last tokens."""
+    """The text so far, coloured by concepts, above a table of the last tokens."""
 
     def __init__(
         self, console: Console, *, title: str, n_concepts: int = 2, n_rows: int = 16, above: Doubles | None = None
@@ -86,7 +83,7 @@ class LiveView:
         self._live.__exit__(kind, error, trace)
 
     def show(self, event: TokenEvent) -> None:
-        """Show one more token."""
+        """Show a token."""
         leading = event.leading(1, self._above)
         clear = leading and leading[0].strength >= _CLEAR
         self._text.append(harmless(event.token, keep="\n"), style=style(leading[0]) if clear else "")
@@ -97,10 +94,10 @@ class LiveView:
         self._live.update(self.render(), refresh=True)
 
     def render(self) -> RenderableType:
-        """Return the view as it stands: the end of the text, and as many of the last tokens as there are lines for."""
+        """Return the end of the text, and the last tokens that fit."""
         columns = max(20, self._console.width - 4)
         tail = self._text[-4 * columns :]
-        least = 2 * self._k + 1  # lines that a token may take
+        least = 2 * self._k + 1
         lines = tail.wrap(self._console, columns)[-max(1, self._console.height - least - 7) :]
         tail = Text("\n").join(lines)
         room = min(self._n_rows, max(least, self._console.height - len(lines) - 7))
@@ -108,7 +105,7 @@ class LiveView:
         for event in reversed(self._events):
             concepts = [*event.leading(self._k, self._above), *event.ranked(self._k, self._above)]
             if not concepts and not event.unseen and not memories_read(event):
-                continue  # the text above shows it
+                continue  # shown in the text above
             room -= max(1, len(concepts) + bool(memories_read(event)))
             if room < 0:
                 break
@@ -122,9 +119,9 @@ class LiveView:
         if not narrow:
             table.add_column("right", width=5, justify="right", style="dim")
         table.add_column("strength", width=10)
-        width = self._console.width - (26 if narrow else 39)  # what the other columns, gaps and the frame leave
+        width = self._console.width - (26 if narrow else 39)  # without other columns
         if any(math.isnan(concept.threshold) for _, concepts in shown for concept in concepts):
-            table.columns[1].header = Text(f"concepts, from the root ({RANKED} where there is no alert)")
+            table.columns[1].header = Text(f"concepts, from the root ({RANKED} if there is no alert)")
         for event, concepts in shown:
             token = Text(printable(event.token))
             if event.unseen:
@@ -136,7 +133,7 @@ class LiveView:
                 strength = Text(f"score {concept.score:.2f}", style="dim") if bare else strength_bar(concept)
                 share = [] if narrow else [share_right(concept)]
                 table.add_row(token, path_text(concept, width), *share, strength)
-                token = Text()  # a token stands beside its first concept alone
+                token = Text()
             if memories_read(event):
                 table.add_row(token, Text(harmless(memories_read(event)), style="dim"))
         per_token = self._n_active / max(1, self._n_tokens)
@@ -147,17 +144,17 @@ class LiveView:
 
 
 def colour(concept: ConceptScore) -> str:
-    """Return one colour for everything under a root, the same in every run."""
+    """Return the colour of a concept's root."""
     return _COLOURS[zlib.crc32(concept.path[0].encode()) % len(_COLOURS)]
 
 
 def style(concept: ConceptScore) -> str:
-    """Return a concept's colour, bold where it is clearly over its threshold."""
+    """Return a concept's colour, bold if clearly over threshold."""
     return f"{'bold ' if concept.strength >= _CLEAR else ''}{colour(concept)}"
 
 
 def path_text(concept: ConceptScore, width: int = 10_000) -> Text:
-    """Return the path in grey and the concept in its colour; a path wider than `width` is cut in the middle."""
+    """Return path and concept, shortened to `width`."""
     *above, name = shorten_path(concept.path, width)
     text = Text()
     for parent in above:
@@ -166,18 +163,18 @@ def path_text(concept: ConceptScore, width: int = 10_000) -> Text:
 
 
 def strength_bar(concept: ConceptScore) -> Text:
-    """Return a bar of the strength, full at 4 (a score whose odds are e**4 times those of the threshold)."""
-    step = int(min(max(0.0, concept.strength) * 2, 7))  # of a score of 1 it is infinite
+    """Return a bar of the strength, full at 4."""
+    step = int(min(max(0.0, concept.strength) * 2, 7))  # infinite for a score of 1
     return Text(f"{_BAR[step] * 3} {concept.strength:+.1f}", style=colour(concept))
 
 
 def unseen(event: TokenEvent) -> str:
-    """Return what to show for a token that has no scores, else an empty text."""
+    """Return why a token has no scores, or ""."""
     return f"unseen: {event.unseen}" if event.unseen else ""
 
 
 def memories_read(event: TokenEvent) -> str:
-    """Return which token each memory of the host read most, an empty text where none read any, or none is watched."""
+    """Return which token each memory read most, or ""."""
     several = len(event.reading) > 1
     tokens = [
         f"{printable(one.token)} at {one.position} ({one.weight:.2f}{f' of {one.site}' if several else ''})"
@@ -188,25 +185,23 @@ def memories_read(event: TokenEvent) -> str:
 
 
 def printable(token: str) -> str:
-    """Return a token on one line: control characters are escaped, and one that is all space is quoted."""
+    """Return a token on one line, escaped; blanks are quoted."""
     shown = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in token)
     return shown if shown.strip() else repr(shown)
 
 
 def share_right(concept: ConceptScore) -> str:
-    """Return how much of what the concept fires at was right where the pack was calibrated, "" if it does not say."""
+    """Return the concept's precision, or ""."""
     return "" if math.isnan(concept.precision) else f"{concept.precision:.0%}"
 
 
 def right(concept: ConceptScore) -> str:
-    """Return the same within a line."""
+    """The same within a line."""
     return f" ({share_right(concept)} right)" if share_right(concept) else ""
 
 
 def summary(console: Console, result: Result, lines: list[str], *, k: int = 8, above: Doubles | None = None) -> None:
-    """Print the answer by sentences with what each is about, the concepts of the whole, then `lines`; `above` as the
-    views have it.
-    """
+    """Print the answer by sentences, its concepts, then `lines`."""
     summed = summarise(result, k=3, above=above)
     if summed.answer.text.strip():
         console.print(Text("the answer, sentence by sentence", style="bold"))

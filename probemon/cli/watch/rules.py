@@ -1,9 +1,7 @@
-"""What a watch shows, what stops it, and where its scores go, from the options that say so.
+"""Options of watch: what it shows, what stops it, and where scores go.
 
-above = shown_above(pack, ["animal", "ship*"], min_strength=1.0)    # [P]: what a score has to exceed to be shown
 watching = Watching(stop_rules(pack, ["weapon:above=0.9", "crime:2"]), scores_sink("scores.jsonl"))
 for event in manager.stream(model, tokenizer, messages, prepare=watching.prepare): ...
-watching.met, watching.interrupted                                  # why it ended
 """
 
 from __future__ import annotations
@@ -36,9 +34,7 @@ _STOP_ON = re.compile(r"(?P<concept>.+):(?P<above>above=)?(?P<value>[^:]*)")
 
 @dataclass(frozen=True)
 class StopRule:
-    """The generation ends at the first generated token at which what the aggregator makes of the probe's scores is over
-    `above`.
-    """
+    """Stops at the first generated token whose aggregated score is over `above`."""
 
     probe: int
     above: float
@@ -46,20 +42,18 @@ class StopRule:
 
 
 class Watching(Follower):
-    """What goes on beside the view while the host generates: rules, a sink, and an ear for Ctrl-C. `met`: what stopped
-    it, a rule of its own or one of a deployment.
-    """
+    """Rules, a sink and Ctrl-C during a watch. `met`: the event that stopped it."""
 
     def __init__(self, rules: Sequence[StopRule], sink: JsonLinesSink | None) -> None:
         self.met: Event | None = None
         self.interrupted = False
-        self.events: Sequence[Event] = ()  # of all rules, those of a deployment among them
+        self.events: Sequence[Event] = ()
         self.rules, self._sink = rules, sink
-        self._delivery: Any = None  # the `Delivery` of the sink
+        self._delivery: Any = None
         self._run: MonitorRun | None = None
 
     def prepare(self, run: MonitorRun) -> None:
-        """Attach all of it to a run that has begun."""
+        """Attach to a started run."""
 
         def stop(event: Event) -> None:
             self.stopped(event)
@@ -78,29 +72,28 @@ class Watching(Follower):
         run.follow(self)
 
     def stopped(self, event: Event) -> None:
-        """Remember what stopped the generation."""
+        """Record the event that stopped the generation."""
         self.met = self.met or event
 
     def interrupt(self) -> None:
-        """Let the generation end at its next token; harmless in a signal handler."""
+        """End the generation at its next token; safe in a signal handler."""
         self.interrupted = True
 
     @property
     def health(self) -> Health | None:
-        """Return the health of the run, None before there is one."""
+        """The run's health."""
         return None if self._run is None else self._run.health()
 
     @property
     def n_dropped(self) -> int:
-        """Return how many tokens the sink could not take in time."""
+        """Tokens that the sink dropped."""
         return 0 if self._delivery is None else self._delivery.stats().n_dropped
 
 
 def shown_above(pack: AnyPack, concepts: Sequence[str], min_strength: float) -> Doubles | None:
-    """Return what a score has to exceed to be shown `[P]`, None where all that fires is.
+    """Return the scores `[P]` over which concepts are shown; None for all that fire.
 
-    `concepts` and what is below them are shown, all where there are none; the strength of each is over `min_strength`.
-    Raises `ConfigError`, `UnknownConcept`.
+    `concepts`: only these and what is below them. Raises `ConfigError`, `UnknownConcept`.
     """
     if not 0 <= min_strength < math.inf:
         raise ConfigError(f"--min-strength is {min_strength:g}: give 0 or more")
@@ -117,7 +110,7 @@ def shown_above(pack: AnyPack, concepts: Sequence[str], min_strength: float) -> 
 
 
 def check_watched(manager: DynamicProbeManager, concepts: Sequence[str]) -> None:
-    """Raise `ConfigError` where a concept that is to be shown is left out, since nothing would ever look at it."""
+    """Raise `ConfigError` if a concept to show is not watched."""
     for concept in concepts:
         if names := manager.left_out(manager.pack.find_all(concept)):
             raise ConfigError(
@@ -127,16 +120,14 @@ def check_watched(manager: DynamicProbeManager, concepts: Sequence[str]) -> None
 
 
 def score_of_strength(threshold: float, strength: float) -> float:
-    """Return the score that is so much over an alert threshold, in the logarithm of the odds."""
+    """Return the score whose log odds exceed the threshold's by `strength`."""
     if not 0 < threshold < 1:
         return threshold
     return float(1 / (1 + np.exp(-(math.log(threshold) - math.log1p(-threshold) + strength))))
 
 
 def stop_rules(pack: AnyPack, wanted: Sequence[str], aggregate: str = "none") -> list[StopRule]:
-    """Return the rules of "CONCEPT", "CONCEPT:STRENGTH" and "CONCEPT:above=SCORE", on an aggregate by its name. Raises
-    `ConfigError`, `UnknownConcept`.
-    """
+    """Parse "CONCEPT", "CONCEPT:STRENGTH", "CONCEPT:above=SCORE". Raises `ConfigError`, `UnknownConcept`."""
     aggregator = parse(aggregate)
     if aggregator != Each() and not wanted:
         raise ConfigError(f"--aggregate {aggregate} is what --stop-on compares: give --stop-on too")
@@ -146,15 +137,15 @@ def stop_rules(pack: AnyPack, wanted: Sequence[str], aggregate: str = "none") ->
 def _rules_of(pack: AnyPack, text: str, aggregator: Aggregator) -> list[StopRule]:
     split = _STOP_ON.fullmatch(text)
     try:
-        probes = pack.find_all(text)  # the concept of one of several packs has a colon in its name
+        probes = pack.find_all(text)  # a name in a group of packs has a colon
     except UnknownConcept:
         value = None if split is None else _number(split["value"])
         if split is None:
             raise
         if value is None:
-            pack.find_all(split["concept"])  # if that is unknown, it is said first
+            pack.find_all(split["concept"])  # complain about an unknown concept first
             word, equals, _ = split["value"].partition("=")
-            what = f"{word}= is not known here" if equals else f"{split['value']!r} is no number"
+            what = f"{word}= is not known here" if equals else f"{split['value']!r} is not a number"
             raise ConfigError(f"--stop-on {text}: {what}; give a strength, or above=SCORE") from None
         probes, above = pack.find_all(split["concept"]), value if split["above"] else None
         strength = 0.0 if split["above"] else value
@@ -170,8 +161,10 @@ def _number(text: str) -> float | None:
         return None
 
 
-def _bar(pack: AnyPack, probe: int, text: str, given: float | None, strength: float, aggregator: Aggregator) -> float:
-    above = given
+def _bar(
+    pack: AnyPack, probe: int, text: str, user_score: float | None, strength: float, aggregator: Aggregator
+) -> float:
+    above = user_score
     if above is None:
         threshold = float(pack.thresholds_for(aggregator)[probe])
         if not 0 < threshold < 1:
@@ -183,15 +176,15 @@ def _bar(pack: AnyPack, probe: int, text: str, given: float | None, strength: fl
         above = score_of_strength(threshold, strength) if strength else threshold
     most = ceiling(with_counts(aggregator, pack, [probe]))
     if not 0 <= above < most:
-        if given is None:
+        if user_score is None:
             raise ConfigError(f"--stop-on {text}: no score is {strength:g} over its threshold: give a lower strength")
         what = "score" if most == 1 else f"score on {aggregator}"
-        raise ConfigError(f"--stop-on {text}: above={above:g} is no {what}: give one from 0 to under {most:.6g}")
+        raise ConfigError(f"--stop-on {text}: above={above:g} is not a {what}: give one from 0 to under {most:.6g}")
     return above
 
 
 def scores_sink(path: Path | None) -> JsonLinesSink | None:
-    """Return the sink of --out, None where it is not asked for. Raises `ConfigError` where no file can be made."""
+    """Return the sink of --out, or None. Raises `ConfigError`."""
     if path is None:
         return None
     if path.exists():

@@ -1,12 +1,11 @@
-"""score_probes scores pairs of hidden state and probe, by one of four implementations that agree.
+"""Scores of (hidden state, probe) pairs by one of four implementations.
 
     scores = score_probes(hidden, weights, rows, slots, impl="numba")
-    logits = probe_logits(hidden, weights, rows, slots, impl="numba")     # of members of softmax groups
-    scores = group_scores(logits, starts, device, impl="numba")           # which begin at `starts`
+    logits = probe_logits(hidden, weights, rows, slots, impl="numba")     # of softmax groups' members
+    scores = group_scores(logits, starts, device, impl="numba")           # groups begin at `starts`
 
-`reference` is eager torch that gathers weights: the meaning, not the speed. `cpu` (torch) and `numba` read weights
-where they lie. `triton` is one fused kernel. Each is bitwise reproducible: a pair's score depends on its hidden state
-and its probe alone, never on what else is scored. Between implementations only the order of summation differs.
+`reference`: eager torch. `cpu` (torch) and `numba` read weights in place. `triton`: one fused kernel. A score depends
+bitwise only on its state and probe; implementations differ in the order of summation.
 """
 
 from __future__ import annotations
@@ -40,23 +39,19 @@ def _installed(package: str) -> bool:
 
 
 def check_device(device: str | torch.device) -> torch.device:
-    """Return the device. Raises `ConfigError` where torch does not know it or it is not there."""
+    """Return the device with its number. Raises `ConfigError` if it cannot be used."""
     try:
-        # With its number: the current device may be another one later.
-        known = torch.empty(0, device=torch.device(device)).device
-    except (RuntimeError, AssertionError, TypeError, ValueError) as error:  # torch raises each of these
+        # With its number, since the current device may change.
+        resolved = torch.empty(0, device=torch.device(device)).device
+    except (RuntimeError, AssertionError, TypeError, ValueError) as error:
         raise ConfigError(f"device {device!r} cannot be used here: {first_sentence(error)}") from error
-    if known.type == "meta":
+    if resolved.type == "meta":
         raise ConfigError(f"device {device!r} cannot be used: tensors on it have no values. Give cpu or cuda")
-    return known
+    return resolved
 
 
 def choose_impl(device: torch.device, dtype: torch.dtype) -> tuple[str, str]:
-    """Return the implementation for weights of `dtype` on `device`, and why: triton on a GPU, numba on a CPU.
-
-    It depends on what is installed and never on a measurement: implementations differ in the last bits of a score, and
-    two runs of one program must not.
-    """
+    """Return the implementation for `dtype` on `device`, and why; never measured, so that scores are reproducible."""
     if device.type == "cuda":
         return "triton", "the weights are on a GPU"
     if device.type != "cpu":
@@ -69,7 +64,7 @@ def choose_impl(device: torch.device, dtype: torch.dtype) -> tuple[str, str]:
 
 
 def check_impl(impl: str, device: torch.device, dtype: torch.dtype) -> str:
-    """Return `impl`, or raise an error that says why it cannot run on `device`. Nothing ever falls back silently."""
+    """Return `impl`. Raises `KernelUnavailable`, `ConfigError`."""
     check_choice("impl", impl, IMPLS)
     if impl in ("cpu", "numba") and device.type != "cpu":
         raise KernelUnavailable(
@@ -92,9 +87,7 @@ def check_impl(impl: str, device: torch.device, dtype: torch.dtype) -> str:
 
 
 def cache_folder(impl: str) -> str | None:
-    """Return where a kernel's compiled code is kept from one start to the next: None if nothing is compiled, "" if no
-    folder can be written. Raises `ConfigError` if Triton has none, without which it does not compile.
-    """
+    """Folder of compiled code; None if nothing is compiled, "" if none is writable. Raises `ConfigError`."""
     if impl == "numba":
         from probemon.engine.kernels.numba_compiled import score_pairs
 
@@ -108,7 +101,7 @@ def cache_folder(impl: str) -> str | None:
 
 
 def n_compiled() -> int:
-    """Return how many functions were compiled in this process because no earlier start had kept their code."""
+    """Number of functions compiled in this process, not loaded from a cache."""
     names = (f"{__name__}.numba_cached", f"{__name__}.triton_matrix")
     return sum(sys.modules[name].n_compiled() for name in names if name in sys.modules)
 
@@ -116,25 +109,23 @@ def n_compiled() -> int:
 def score_probes(hidden: Tensor, weights: Mapping[str, Tensor], rows: Tensor, slots: Tensor, *, impl: str) -> Tensor:
     """Return scores [M] fp32 of M pairs: hidden [N, D], rows [M] int64 into it, slots [M] int64 into weights.
 
-    `hidden` is normalised already (`prepare_input`) and is rounded to the dtype of `weights["w1"]` (to bf16 for int8).
-    Products and all that follows are fp32. Raises `KernelUnavailable` where `impl` cannot run, and `ConfigError` unless
-    every pair is one of a row of `hidden` and a slot of the weights; on a GPU, which would have to be waited for, a
-    pair out of range has the score NaN instead.
+    `hidden` is normalised (`prepare_input`) and rounded here to the weights' dtype (bf16 for int8). Sums are fp32.
+    Raises `KernelUnavailable`, and `ConfigError` for pairs out of range; on a GPU these score NaN.
     """
     score, _ = _functions(impl, weights["w1"].device, weights["w1"].dtype)
     return score(_rounded(hidden, weights), weights, rows, slots)
 
 
 def probe_logits(hidden: Tensor, weights: Mapping[str, Tensor], rows: Tensor, slots: Tensor, *, impl: str) -> Tensor:
-    """Return logits [M] fp32 of M pairs, as `score_probes` does their scores."""
+    """Return logits [M] fp32; arguments as `score_probes`."""
     _, logits = _functions(impl, weights["w1"].device, weights["w1"].dtype)
     return logits(_rounded(hidden, weights), weights, rows, slots)
 
 
 def group_scores(logits: Floats, starts: Ints, device: torch.device, *, impl: str) -> Floats:
-    """Return the softmax [M] of logits [M] on the host over segments, which begin at `starts`, each a whole group.
+    """Return the softmax [M] of logits [M] in host memory over whole groups, which begin at `starts`.
 
-    `numba` and `triton` have their own: a whole descent of theirs has no other, and both must agree to the last bit.
+    `numba` and `triton` use their descents' code, for equal bits.
     """
     if impl == "numba":
         from probemon.engine.kernels.numba_cpu import softmax_numba
@@ -149,9 +140,6 @@ def group_scores(logits: Floats, starts: Ints, device: torch.device, *, impl: st
 
 @functools.cache
 def _functions(impl: str, device: torch.device, dtype: torch.dtype) -> tuple[_OfPairs, _OfPairs]:
-    """Return what gives scores and what gives logits; only what is asked for is imported. Raises what `check_impl`
-    raises.
-    """
     check_impl(impl, device, dtype)
     if impl == "reference":
         return score_reference, logits_reference
@@ -169,6 +157,5 @@ def _functions(impl: str, device: torch.device, dtype: torch.dtype) -> tuple[_Of
 
 
 def _rounded(hidden: Tensor, weights: Mapping[str, Tensor]) -> Tensor:
-    """Return `hidden` rounded as it is read for these weights."""
     check_states(hidden, weights["w1"].shape[2])
     return hidden.to(input_dtype(weights["w1"].dtype))

@@ -1,7 +1,5 @@
-"""torch on a CPU scores probes where their weights lie: neighbouring slots are a slice, never a gather.
-
-A bf16 slice is widened block by block into a scratch that stays in the cache. Sums run along the last axis of a
-contiguous block. Their order depends on its length alone, so a score does not depend on the block's other probes.
+"""torch on a CPU: neighbouring slots are a slice, never a gather. Sums run along a contiguous axis, so their order
+depends only on its length.
 """
 
 from __future__ import annotations
@@ -15,7 +13,7 @@ from torch import Tensor
 from probemon.core.inputs import check_pairs
 from probemon.core.reference import sigmoid
 
-_BLOCK_VALUES = 1 << 17  # fp32 values widened at once: 512 KiB, inside a core's second-level cache
+_BLOCK_VALUES = 1 << 17  # fp32 values widened at once: 512 KiB, in L2 cache
 
 
 def score_cpu(hidden: Tensor, weights: Mapping[str, Tensor], rows: Tensor, slots: Tensor) -> Tensor:
@@ -24,12 +22,11 @@ def score_cpu(hidden: Tensor, weights: Mapping[str, Tensor], rows: Tensor, slots
 
 
 def logits_cpu(hidden: Tensor, weights: Mapping[str, Tensor], rows: Tensor, slots: Tensor) -> Tensor:
-    """Return logits [M] fp32 of the same."""
+    """Return logits [M] fp32; arguments as `score_cpu`."""
     check_pairs(hidden, weights, rows, slots)
     n_slots, h1, d = weights["w1"].shape
     order = torch.argsort(rows.to(torch.int64) * n_slots + slots)
     row, slot = rows[order], slots[order]
-    # A run: one row, slots rising by one.
     breaks = ((row[1:] != row[:-1]) | (slot[1:] != slot[:-1] + 1)).nonzero()[:, 0] + 1
     bounds = [0, *breaks.tolist(), len(slot)]
     x = hidden.to(torch.float32)
@@ -47,7 +44,7 @@ def logits_cpu(hidden: Tensor, weights: Mapping[str, Tensor], rows: Tensor, slot
 
 def _slice_logits(x: Tensor, weights: Mapping[str, Tensor], a: int, b: int) -> Tensor:
     def layer(i: int, x: Tensor) -> Tensor:
-        sums = (weights[f"w{i}"][a:b] * x).sum(dim=-1)  # bf16 or int8 * fp32 is an fp32 product
+        sums = (weights[f"w{i}"][a:b] * x).sum(dim=-1)  # bf16 or int8 * fp32 is fp32
         scale = weights.get(f"w{i}_scale")
         return (sums if scale is None else sums * scale[a:b]) + weights[f"b{i}"][a:b]
 

@@ -1,13 +1,11 @@
-"""Compiles with numba, and keeps the code from one start to the next if there is a folder for it.
+"""numba compilation with a cache on disk.
 
-@compiled()                     # nogil; compiled at the first call for each kind of arguments
+@compiled()                     # nogil; compiled at first call
 def total(x): ...
 
 callback = compiled_callback(signature, function)       # compiled at once, with an address
-n_compiled()                    # how often code was compiled in this process that was not kept
 
-numba looks for a folder in NUMBA_CACHE_DIR, beside the source, and in the user's cache. It raises if none of them can
-be written, and if one is full: here the code goes into probemon's cache folder then, or is not kept.
+If numba's cache folders are not writable or full, where numba would raise, code goes into probemon's, or is not cached.
 """
 
 from __future__ import annotations
@@ -29,13 +27,13 @@ from numba.core.sigutils import normalize_signature
 from probemon.errors import ConfigError
 from probemon.util.cache_folders import REMEDY, cache_dir, why_not_usable
 
-_config: Any = numba.config  # untyped names
+_config: Any = numba.config
 LOG = logging.getLogger("probemon")
 _n_compiled = 0
 
 
 def compiled(**options: Any) -> Callable[[Callable[..., Any]], Any]:
-    """Return numba's `njit(nogil=True, **options)` whose code is kept."""
+    """numba's `njit(nogil=True, **options)`, cached."""
     compile_function = njit(nogil=True, **options)
 
     def decorate(function: Callable[..., Any]) -> Any:
@@ -47,7 +45,7 @@ def compiled(**options: Any) -> Callable[[Callable[..., Any]], Any]:
 
 
 def compiled_callback(signature: Any, function: Callable[..., Any]) -> Any:
-    """Return numba's `cfunc(signature)(function)` whose code is kept."""
+    """numba's `cfunc(signature)(function)`, cached."""
     callback: Any = CFunc(function, normalize_signature(signature), locals={}, options={})
     callback._cache = _cache_of(function)
     callback.compile()
@@ -55,17 +53,17 @@ def compiled_callback(signature: Any, function: Callable[..., Any]) -> Any:
 
 
 def n_compiled() -> int:
-    """Return how many functions were compiled in this process, for want of kept code."""
+    """Number of functions compiled in this process."""
     return _n_compiled
 
 
 class _Cache(FunctionCache):  # type: ignore[misc,unused-ignore]
-    """numba's cache of a function, in which a file that cannot be read or written is a missing one."""
+    """numba's cache; an unreadable or unwritable file counts as missing."""
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
         try:
             code = super().load_overload(sig, target_context)
-        except Exception:  # a damaged file fails in as many ways as pickle does
+        except Exception:  # damaged files fail in any way
             code = None
             with suppress(OSError):
                 self.flush()  # else it could not be replaced
@@ -84,9 +82,8 @@ class _NoCache(NullCache):  # type: ignore[misc,unused-ignore]
 
 
 def _cache_of(function: Callable[..., Any]) -> Any:
-    """Return a cache in one of numba's folders, else in probemon's, else one that keeps nothing."""
     if _numba_may_look():
-        with suppress(RuntimeError):  # it found no folder
+        with suppress(RuntimeError):
             return _Cache(function)
     before = _config.CACHE_DIR
     try:
@@ -96,20 +93,17 @@ def _cache_of(function: Callable[..., Any]) -> Any:
         _say_once(str(error))
         return _NoCache()
     finally:
-        _config.CACHE_DIR = before  # others' functions are not ours to place
+        _config.CACHE_DIR = before  # only for our functions
 
 
 @functools.cache
 def _numba_may_look() -> bool:
-    """Return whether numba finds a folder before the one in the home folder, or there is one: without a home it would
-    make a folder "~" in the current one.
-    """
+    """False if numba would make a folder "~", as it may without a home."""
     places = [place for place in (_config.CACHE_DIR, Path(__file__).parent / "__pycache__") if place]
     return os.path.expanduser("~") != "~" or any(not why_not_usable(Path(place)) for place in places)
 
 
 def _counted(code: Any) -> Any:
-    """Return `code`; without it the function is compiled now."""
     global _n_compiled
     _n_compiled += code is None
     return code
@@ -117,4 +111,4 @@ def _counted(code: Any) -> Any:
 
 @functools.cache
 def _say_once(what: str) -> None:
-    LOG.warning("%s; until then every start compiles anew", what)
+    LOG.warning("%s; until then every start compiles again", what)

@@ -1,12 +1,10 @@
-"""numba compiles all code of this file: scores of probes, a whole descent.
+"""numba code: scores of probes, and a whole descent.
 
-All of it is in this file on purpose: numba's cache on disk notices a change in the file of a function, not in the file
-of a function that it calls. Products of weights and states alone are compiled apart (`numba_products`), and called by
-their address: how they are called is compiled into functions of this file. The first call on a machine compiles, which
-takes some seconds; it does for packs of every kind of weights, since weights and states are bytes here.
+One file, because numba's disk cache misses changes in other files' functions; only products of weights and states
+(`numba_products`) are called by address. Weights and states are bytes, so one compilation serves all dtypes.
 
-In signatures, `net` is the plain tuple of a `Net`, `parent_ptr` and `parent_idx` link a hierarchy in CSR, `groups` are
-the arrays `of [P]`, `ptr [G+1]` and `members [E]` of its softmax groups.
+`net` is a `Net` as a plain tuple; `parent_ptr`, `parent_idx` are CSR links; `groups` are the softmax groups' arrays
+`of [P]`, `ptr [G+1]`, `members [E]`.
 """
 
 from __future__ import annotations
@@ -25,18 +23,18 @@ from probemon.engine.kernels.numba_products import MANY, pointer_of
 
 Array = npt.NDArray[Any]
 _compiled = compiled()
-# Written out, a number or a bool is a type of its own to numba, for which it compiles what it is given to once more.
+# Literals have their own numba types: callees would be compiled again.
 _ZERO: Any = np.int64(0)
 _ONE: Any = np.int64(1)
 _NO: Any = np.bool_(False)
 _YES: Any = np.bool_(True)
-_SPARE = 16  # int64 that products work in
-_SPARSE = 32  # where fewer than one in so many probes is meant, a list of them is sorted, else all probes are walked
+_SPARE = 16  # int64 of scratch
+_SPARSE = 32  # below one in so many probes, sort a list; else walk all
 
 
 class Net(NamedTuple):
-    """Stacked weights as compiled code reads them: of each layer the bytes of its matrix, fp32 scales and bias; the
-    addresses of products with states, and with what comes of those; the bytes of a weight; the sizes of a probe.
+    """Stacked weights: per layer the matrix as bytes, fp32 scales and bias; addresses of products for layer 1 and
+    above; bytes per weight; sizes.
     """
 
     w1: Array
@@ -56,7 +54,7 @@ class Net(NamedTuple):
     n_layers: int
 
 
-# Compiled code is given a plain tuple: to see what a named one holds takes numba three times as long, at every call.
+# Unpacking a named tuple takes compiled code three times as long per call.
 _WIDTH, _D, _N_LAYERS = (Net._fields.index(name) for name in ("width", "d", "n_layers"))
 
 
@@ -64,12 +62,12 @@ def _call_by_address(
     typing_context: Any, address: Any, w: Any, base: Any, n_rows: Any, d: Any, x: Any, x_at: Any, n: Any, spare: Any,
     out: Any,
 ) -> Any:  # fmt: skip
-    """Call products by their address, on arrays: w and x as bytes, `spare [_SPARE]` to work in."""
+    """Call products by address, with scratch `spare`."""
 
     def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        given = [pointer_of(context, builder, *one) for one in zip(signature.args[1:], args[1:], strict=True)]
-        function = ir.FunctionType(ir.VoidType(), [value.type for value in given])
-        builder.call(builder.inttoptr(args[0], function.as_pointer()), given)
+        arguments = [pointer_of(context, builder, *one) for one in zip(signature.args[1:], args[1:], strict=True)]
+        function = ir.FunctionType(ir.VoidType(), [value.type for value in arguments])
+        builder.call(builder.inttoptr(args[0], function.as_pointer()), arguments)
         return context.get_dummy_value()
 
     i64 = types.int64
@@ -81,9 +79,7 @@ _call_products: Any = intrinsic(_call_by_address)
 
 @_compiled
 def _as_read(width: int, x: Array) -> Array:
-    """Return states fp32 as bytes that products read, of weights of so many bytes: beside bf16 the upper halves, which
-    are all there is.
-    """
+    """Return fp32 states as products read them: for bf16 weights only the upper halves."""
     if width != 2:
         return x.view(np.uint8)
     bits, out = x.view(np.uint32), np.empty(len(x), np.uint16)
@@ -97,18 +93,18 @@ def _add_bias(z: Array, scale: Array, bias: Array, base: int, n_rows: int, n: in
     for i in range(n):
         for j in range(n_rows):
             value = (z[i * n_rows + j] * scale[base + j] if len(scale) else z[i * n_rows + j]) + bias[base + j]
-            z[i * n_rows + j] = np.float32(0.0) if rectify and value < 0 else value  # a NaN stays a NaN
+            z[i * n_rows + j] = np.float32(0.0) if rectify and value < 0 else value  # NaN stays NaN
 
 
 @_compiled
 def _sigmoid(logit: np.float32) -> np.float32:
-    # One element at a time, through fp64: no vector body whose tail would differ.
+    # Scalar, through fp64: a vector body's tail would round differently.
     return np.float32(1.0 / (1.0 + math.exp(-np.float64(logit))))
 
 
 @_compiled
 def _touch(w: Array, begin: int, end: int) -> int:
-    """Read a byte of every cache line, so that the rest is near when it is asked for."""
+    """Prefetch a byte of every cache line."""
     total = 0
     for i in range(begin, end, 64):
         total += w[i]
@@ -117,7 +113,7 @@ def _touch(w: Array, begin: int, end: int) -> int:
 
 @_compiled
 def _softmax(z: Array, begin: int, end: int, out: Array) -> None:
-    """Compute the softmax of `z[begin:end]` in fp64, one element after another; all NaN where one is not finite."""
+    """Softmax of `z[begin:end]`, sequentially in fp64; all NaN if one is not finite."""
     top = np.float64(z[begin])
     for i in range(begin + 1, end):
         top = max(top, np.float64(z[i]))
@@ -130,7 +126,7 @@ def _softmax(z: Array, begin: int, end: int, out: Array) -> None:
 
 @_compiled
 def softmax_segments(z: Array, ptr: Array, out: Array) -> None:
-    """Compute the softmax of each segment `ptr[g]` to `ptr[g + 1]` of `z`, `out [M]`."""
+    """Softmax of segments `ptr[g]:ptr[g + 1]` of `z`."""
     for g in range(len(ptr) - 1):
         _softmax(z, ptr[g], ptr[g + 1], out)
 
@@ -144,19 +140,17 @@ def _multiples(n: int, of: int) -> Array:
 
 
 @_compiled
-def _logits_of_slots(net: Any, slot: int, n_slots: int, x: Array, x_at: Array, n: int, own: Array) -> None:
-    """Compute `own[i * n_slots + k]`: the logit of slot + k for the state at `x[x_at[i]]`. Only slots of linear probes
-    are computed several at once.
-    """
+def _logits_of_slots(net: Any, slot: int, n_slots: int, x: Array, x_at: Array, n: int, logits: Array) -> None:
+    """Set `logits[i * n_slots + k]`: slot + k for the state at `x[x_at[i]]`. `n_slots > 1` only for linear probes."""
     w1, s1, b1, w2, s2, b2, w3, s3, b3, products, width, d, h1, h2, n_layers = net
     spare = np.empty(_SPARE, np.int64)
     if n_layers == 1:
-        _call_products(products[0], w1, slot * d, n_slots, d, x, x_at, n, spare, own)
-        _add_bias(own, s1, b1, slot, n_slots, n, _NO)
+        _call_products(products[0], w1, slot * d, n_slots, d, x, x_at, n, spare, logits)
+        _add_bias(logits, s1, b1, slot, n_slots, n, _NO)
     else:
         first = np.empty(n * h1, np.float32)
         begin = _multiples(n, h1)
-        if n >= MANY:  # the tiles read four rows at once, which memory is slow at: the cache has them by then
+        if n >= MANY:  # prefetch: 4 x 4 tiles read four rows at once, slow from memory
             first[0] = _touch(w1, slot * h1 * d * width, (slot + 1) * h1 * d * width)
         _call_products(products[0], w1, slot * h1 * d, h1, d, x, x_at, n, spare, first)
         _add_bias(first, s1, b1, slot * h1, h1, n, _YES)
@@ -164,15 +158,15 @@ def _logits_of_slots(net: Any, slot: int, n_slots: int, x: Array, x_at: Array, n
             second = np.empty(n * h2, np.float32)
             _call_products(products[1], w2, slot * h2 * h1, h2, h1, first, begin, n, spare, second)
             _add_bias(second, s2, b2, slot * h2, h2, n, _YES)
-            _call_products(products[1], w3, slot * h2, 1, h2, second, _multiples(n, h2), n, spare, own)
+            _call_products(products[1], w3, slot * h2, 1, h2, second, _multiples(n, h2), n, spare, logits)
         else:
-            _call_products(products[1], w3, slot * h1, 1, h1, first, begin, n, spare, own)
-        _add_bias(own, s3, b3, slot, _ONE, n, _NO)
+            _call_products(products[1], w3, slot * h1, 1, h1, first, begin, n, spare, logits)
+        _add_bias(logits, s3, b3, slot, _ONE, n, _NO)
 
 
 @_compiled
 def ranges(rows: Array, slots: Array) -> Any:
-    """Return the least and the most of rows and of slots, and whether no slot is less than the one before."""
+    """Return minima and maxima, and whether slots are sorted."""
     if len(slots) == 0:
         return _ZERO, _ZERO, _ZERO, _ZERO, _YES
     least_row, most_row, least_slot, most_slot, rises = rows[0], rows[0], slots[0], slots[0], _YES
@@ -185,23 +179,23 @@ def ranges(rows: Array, slots: Array) -> Any:
 
 @_compiled
 def score_pairs(net: Any, x: Array, rows: Array, slots: Array, as_logits: bool, out: Array) -> None:
-    """Score M pairs whose slots never fall, `out [M]`; `x` as products read it; `as_logits`: leave out the sigmoid."""
+    """Score M pairs sorted by slot, `out [M]`; `x` as products read it."""
     d = net[_D]
-    x_at, own, at = np.empty(len(slots), np.int64), np.empty(len(slots), np.float32), _ZERO
+    x_at, logits, at = np.empty(len(slots), np.int64), np.empty(len(slots), np.float32), _ZERO
     while at < len(slots):
         n = _ZERO
         while at + n < len(slots) and slots[at + n] == slots[at]:
             x_at[n] = rows[at + n] * d
             n += 1
-        _logits_of_slots(net, slots[at], _ONE, x, x_at, n, own)
+        _logits_of_slots(net, slots[at], _ONE, x, x_at, n, logits)
         for i in range(n):
-            out[at + i] = own[i] if as_logits else _sigmoid(own[i])
+            out[at + i] = logits[i] if as_logits else _sigmoid(logits[i])
         at += n
 
 
 @_compiled
 def _score_groups(groups: Any, rows: Array, probes: Array, n: int, one_row: bool, scores: Array) -> None:
-    """Turn logits into scores for the groups that have their first member among n pairs, each whole."""
+    """Turn logits into scores, for groups whose first member is among n pairs."""
     of, ptr, members = groups
     z = np.empty(len(members), np.float32)
     for i in range(n if len(members) else 0):
@@ -221,7 +215,6 @@ def _score_round(
     net: Any, x: Array, n_states: int, input_of: Array, groups: Any, pair_row: Array, pair_probe: Array, n_pairs: int,
     scores: Array,
 ) -> None:  # fmt: skip
-    """Sort the pairs of one round by probe, and score them."""
     n_probes, d, of = scores.shape[1], net[_D], groups[0]
     if n_states == 1:
         pair_probe[:n_pairs].sort()
@@ -245,22 +238,21 @@ def _score_round(
             sorted_row[to], sorted_probe[to] = pair_row[i], pair_probe[i]
         for i in range(n_pairs):
             pair_row[i], pair_probe[i] = sorted_row[i], sorted_probe[i]
-    x_at, own, at = np.empty(n_states, np.int64), np.empty(n_states, np.float32), _ZERO
+    x_at, logits, at = np.empty(n_states, np.int64), np.empty(n_states, np.float32), _ZERO
     while at < n_pairs:
         probe, n = pair_probe[at], _ZERO
         while at + n < n_pairs and pair_probe[at + n] == probe:
             x_at[n] = (input_of[probe] * n_states + pair_row[at + n]) * d
             n += 1
-        _logits_of_slots(net, probe, _ONE, x, x_at, n, own)
+        _logits_of_slots(net, probe, _ONE, x, x_at, n, logits)
         for i in range(n):
-            scores[pair_row[at + i], probe] = own[i] if of[probe] >= 0 else _sigmoid(own[i])
+            scores[pair_row[at + i], probe] = logits[i] if of[probe] >= 0 else _sigmoid(logits[i])
         at += n
     _score_groups(groups, pair_row, pair_probe, n_pairs, n_states == 1, scores)
 
 
 @_compiled
 def _score_everything(net: Any, x: Array, n_states: int, input_of: Array, groups: Any, scores: Array) -> None:
-    """Score every probe for every state."""
     n_probes, d, linear, of = scores.shape[1], net[_D], net[_N_LAYERS] == 1, groups[0]
     x_at = np.empty(n_states, np.int64)
     at = _ZERO
@@ -270,11 +262,11 @@ def _score_everything(net: Any, x: Array, n_states: int, input_of: Array, groups
             n += 1
         for i in range(n_states):
             x_at[i] = (input_of[at] * n_states + i) * d
-        own = np.empty(n_states * n, np.float32)
-        _logits_of_slots(net, at, n, x, x_at, n_states, own)
+        logits = np.empty(n_states * n, np.float32)
+        _logits_of_slots(net, at, n, x, x_at, n_states, logits)
         for i in range(n_states):
             for k in range(n):
-                logit = own[i * n + k]
+                logit = logits[i * n + k]
                 scores[i, at + k] = logit if of[at + k] >= 0 else _sigmoid(logit)
         at += n
     every = np.arange(n_probes)
@@ -289,7 +281,7 @@ def _times_best_parent(parent_ptr: Array, parent_idx: Array, scores: Array, row:
         best = scores[row, parent_idx[begin]]
         for e in range(begin + 1, end):
             above = scores[row, parent_idx[e]]
-            if above > best or above != above:  # not max(): a NaN stays a NaN
+            if above > best or above != above:  # not max(): NaN stays NaN
                 best = above
         scores[row, probe] *= best
 
@@ -299,9 +291,7 @@ def _close(
     parent_ptr: Array, parent_idx: Array, path_rule: bool, groups: Any, active: Array, row: int, mark: Array,
     stamp: int, probes: Array, begin: int, end: int,
 ) -> int:  # fmt: skip
-    """Append to `probes[begin:end]` what must be active with them (all ancestors by the path rule, all of a group) and
-    is neither active nor marked, mark it, and return the new end.
-    """
+    """Append to `probes[begin:end]` inactive ancestors (path rule) and group members, and mark them. Return the end."""
     of, ptr, members = groups
     at = begin
     while at < end:
@@ -329,10 +319,8 @@ def _admit(
     parent_ptr: Array, parent_idx: Array, path_rule: bool, groups: Any, active: Array, scores: Array, row: int,
     room: int, expanded: Array, stamp: int, admitted: Array, base: int, probes: Array, begin: int, end: int,
 ) -> Any:  # fmt: skip
-    """Keep of the children `probes[begin:end]` those that fit with what must be active with them, the child of the best
-    expanding parent first. Return the new end and the children that did not fit.
-
-    Of `admitted [P]` what is no more than `base` means nothing.
+    """Keep the children `probes[begin:end]` that fit with ancestors and groups, best expanding parent first. Return the
+    new end and the refused children. `admitted [P]`: values up to `base` are stale.
     """
     of, ptr, members = groups
     children = np.sort(probes[begin:end])
@@ -343,37 +331,37 @@ def _admit(
             if expanded[parent_idx[e]] == stamp:
                 best = max(best, scores[row, parent_idx[e]])
         key[i] = -best
-    taken, refused, n_refused = base + 1, np.empty(len(children), np.int64), 0
+    admitted_stamp, refused, n_refused = base + 1, np.empty(len(children), np.int64), 0
     end = begin
     for at in np.argsort(key, kind="mergesort"):  # stable: ties to the lower id
         child = children[at]
-        if admitted[child] == taken:
-            continue  # came with a better one
+        if admitted[child] == admitted_stamp:
+            continue
         probes[end] = child
         last = end + 1
         if path_rule or of[child] >= 0:
-            bundle = taken + 1 + at  # a mark of this child's own
+            bundle = admitted_stamp + 1 + at  # this child's stamp
             admitted[child] = bundle
             walk = end
             while walk < last:
                 probe = probes[walk]
                 for e in range(parent_ptr[probe], parent_ptr[probe + 1] if path_rule else 0):
                     parent = parent_idx[e]
-                    if not active[row, parent] and admitted[parent] != taken and admitted[parent] != bundle:
+                    if not active[row, parent] and admitted[parent] != admitted_stamp and admitted[parent] != bundle:
                         admitted[parent] = bundle
                         probes[last] = parent
                         last += 1
                 group = of[probe]
                 for e in range(ptr[group] if group >= 0 else 0, ptr[group + 1] if group >= 0 else 0):
                     mate = members[e]
-                    if not active[row, mate] and admitted[mate] != taken and admitted[mate] != bundle:
+                    if not active[row, mate] and admitted[mate] != admitted_stamp and admitted[mate] != bundle:
                         admitted[mate] = bundle
                         probes[last] = mate
                         last += 1
                 walk += 1
         if last - end <= room:
             for i in range(end, last):
-                admitted[probes[i]] = taken
+                admitted[probes[i]] = admitted_stamp
             room -= last - end
             end = last
         else:
@@ -384,7 +372,7 @@ def _admit(
 
 @_compiled
 def _by_row(rows: Array, probes: Array, n: int, n_states: int, to_rows: Array, to_probes: Array) -> None:
-    """Write n pairs to other lists row by row, those of a row in the order that they have."""
+    """Group n pairs by row, stably."""
     to = np.zeros(n_states + 1, np.int64)
     for i in range(n):
         to[rows[i] + 1] += 1
@@ -398,12 +386,12 @@ def _by_row(rows: Array, probes: Array, n: int, n_states: int, to_rows: Array, t
 
 @_compiled
 def _by_state(rows: Array, probes: Array, ptr: Array, active: Array) -> Array:
-    """Return the active probes state by state, ascending: `rows [E]`, `probes [E]` are all of them in any order."""
+    """Return active probes state by state, ascending, from unordered `rows`, `probes` `[E]`."""
     n_states, n_probes = active.shape
     out, n = (
         np.empty(len(probes), np.int64),
         len(probes),
-    )  # int64, since other lists are sorted as that: one compiled sort
+    )  # int64, as other sorted lists: one compiled sort
     if n * _SPARSE >= active.size:
         at = 0
         for row in range(n_states):
@@ -427,12 +415,14 @@ def descend(  # noqa: C901, PLR0915 (compiled as one)
     x: Array, start: Array, retained: Array, threshold: Array, alert: Array, path_rule: bool, max_rounds: int,
     most: int, everything: bool, cells: Any, lists: Array, marks: Any,
 ) -> Any:  # fmt: skip
-    """Descend as probemon.engine.cascade does. Return active probes state by state, `ptr [N+1]`, ids `[E]`, scores
-    `[E]`, which are over `alert [P]`; and what was dropped: rows `[F]`, probes `[F]`.
+    """Descend as `probemon.engine.cascade`. Return active probes (`ptr [N+1]`; ids, scores, over `alert`, `[E]`) and
+    dropped rows and probes `[F]`.
 
-    `retained`: which `row * P + probe` begin active, ascending. `cells`: active, dropped, scores `[N, P]`, zeros before
-    and after. `lists [8, N * P]`: for any use. `marks`: three `[P]`, for any use but by others, and the largest numbers
-    in them `[2]`. So a descent does as much as it evaluates, however many probes there are.
+    `retained`: active cells `row * P + probe`, ascending.
+    `cells`: active, dropped, scores `[N, P]`, zeros before and after.
+    `lists [8, N * P]`: scratch.
+    `marks`: three `[P]` kept between calls, and their largest stamps `[2]`.
+    Work is proportional to what is evaluated, not to P.
     """
     (active, dropped, scores), (mark, expanded, admitted, largest), states = cells, marks, _as_read(net[_WIDTH], x)
     n_states, n_probes = active.shape
@@ -478,13 +468,13 @@ def descend(  # noqa: C901, PLR0915 (compiled as one)
         if not everything:
             _score_round(net, states, n_states, input_of, groups, frontier_row, frontier, n, scores)
             if path_rule:
-                for i in range(n):  # in the order of probes, so parents come first
+                for i in range(n):  # by probe number: parents first
                     row = frontier_row[i] if n_states > 1 else 0
                     _times_best_parent(parent_ptr, parent_idx, scores, row, frontier[i])
         if n_rounds == max_rounds:
             break
         n_rounds += 1
-        if n_states > 1:  # row by row again
+        if n_states > 1:  # back to row order
             _by_row(frontier_row, frontier, n, n_states, new_row, new)
             frontier_row, frontier, new_row, new = new_row, new, frontier_row, frontier
         i, n_new = _ZERO, _ZERO
@@ -538,7 +528,7 @@ def descend(  # noqa: C901, PLR0915 (compiled as one)
     for i in range(n_dropped):
         row, child = dropped_row[i], dropped_probe[i]
         dropped[row, child] = False
-        if not active[row, child]:  # with another of its parents it fitted later
+        if not active[row, child]:  # it may have fitted later through another parent
             dropped_row[n], dropped_probe[n] = row, child
             n += 1
     if everything:
@@ -551,7 +541,7 @@ def descend(  # noqa: C901, PLR0915 (compiled as one)
 
 @_compiled
 def best(ptr: Array, probes: Array, values: Array, exempt: Array, rows: Array, most: int) -> Array:
-    """Mark in `[len(rows), P]` the best `most` active probes of rows that are not `exempt`, ties to the lower id."""
+    """Mark in `[len(rows), P]` each row's best `most` non-exempt probes, ties to the lower id."""
     kept = np.zeros((len(rows), len(exempt)), np.bool_)
     for i in range(len(rows)):
         begin, end = ptr[rows[i]], ptr[rows[i] + 1]

@@ -1,9 +1,4 @@
-"""numba on a CPU scores probes where their weights lie.
-
-scores = score_numba(hidden, weights, rows, slots)            # [M] of M pairs
-logits = logits_numba(hidden, weights, rows, slots)           # of members of softmax groups
-scores = softmax_numba(logits, starts)
-"""
+"""numba on a CPU: scores probes in place."""
 
 from __future__ import annotations
 
@@ -20,29 +15,26 @@ from probemon.core.softmax_groups import Floats, Ints
 from probemon.engine.kernels.numba_compiled import Array, Net, ranges, score_pairs, softmax_segments
 from probemon.engine.kernels.numba_products import products_of
 
-# Of first layers that are alive: the other tensors, where each lies, and the views. Viewing them anew at every call
-# would take some twenty calls of torch and NumPy.
+# By first layer: the other tensors, addresses, views.
 _kept: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
 def _kept_views(weights: Mapping[str, Tensor]) -> tuple[Any, ...]:
-    """Return `views_of` the weights as a plain tuple, those of the last call where it was the same tensors at the
-    same places.
-    """
+    """`views_of` the weights as a plain tuple, cached by tensors and addresses."""
     first = weights["w1"]
     others = [tensor for tensor in weights.values() if tensor is not first]
     places = [(name, tensor.data_ptr(), tensor.shape, tensor.stride()) for name, tensor in weights.items()]
-    kept = _kept.get(first)
-    if kept is not None and places == kept[1] and all(a is b for a, b in zip(others, kept[0], strict=True)):
-        return kept[2]  # type: ignore[no-any-return]
+    entry = _kept.get(first)
+    if entry is not None and places == entry[1] and all(a is b for a, b in zip(others, entry[0], strict=True)):
+        return entry[2]  # type: ignore[no-any-return]
     views = tuple(views_of(weights))
-    if all(tensor.is_contiguous() for tensor in weights.values()):  # else they are of a copy, which hears of no change
+    if all(tensor.is_contiguous() for tensor in weights.values()):  # else views of a copy, which misses changes
         _kept[first] = others, places, views
     return views
 
 
 def views_of(weights: Mapping[str, Tensor]) -> Net:
-    """View stacked weights as compiled code reads them. The tensors must stay alive."""
+    """View stacked weights, which must stay alive, for compiled code."""
     _, h1, d = weights["w1"].shape
     h2 = weights["w2"].shape[1] if "w2" in weights else 0
     nothing, no_bias = np.empty(0, np.uint8), np.empty(0, np.float32)
@@ -58,7 +50,6 @@ def views_of(weights: Mapping[str, Tensor]) -> Net:
 
 
 def _read_with(kind: Any) -> Any:
-    """Return what states are beside such weights: bits of bf16 beside bits of bf16, else fp32."""
     return np.uint16 if kind is np.uint16 else np.float32
 
 
@@ -68,12 +59,12 @@ def score_numba(hidden: Tensor, weights: Mapping[str, Tensor], rows: Tensor, slo
 
 
 def logits_numba(hidden: Tensor, weights: Mapping[str, Tensor], rows: Tensor, slots: Tensor) -> Tensor:
-    """Return logits [M] fp32 of the same."""
+    """Return logits [M] fp32; arguments as `score_numba`."""
     return _by_slot(hidden, weights, rows, slots, as_logits=True)
 
 
 def softmax_numba(logits: Floats, starts: Ints) -> Floats:
-    """Return the softmax [M] fp32 of logits [M] over segments, which begin at `starts`."""
+    """Return the softmax [M] fp32 of logits [M] over segments from `starts`."""
     scores = np.empty_like(logits)
     softmax_segments(logits, np.append(starts, len(logits)), scores)
     return scores
@@ -88,7 +79,7 @@ def _by_slot(hidden: Tensor, weights: Mapping[str, Tensor], rows: Tensor, slots:
         check_range("slots", least_slot, most_slot, len(weights["w1"]))
     x = _bytes(hidden.to(torch.bfloat16 if weights["w1"].dtype == torch.bfloat16 else torch.float32))
     out = np.empty(len(slot), dtype=np.float32)
-    if rises:  # nothing to sort
+    if rises:
         score_pairs(net, x, row, slot, as_logits, out)
         return torch.from_numpy(out)
     order = np.argsort(slot, kind="stable")
@@ -99,12 +90,11 @@ def _by_slot(hidden: Tensor, weights: Mapping[str, Tensor], rows: Tensor, slots:
 
 
 def _bits(tensor: Tensor) -> Array:
-    """View a tensor as numpy can hold it, in one dimension: bf16 as its bits."""
+    """View a tensor as flat numbers; bf16 as its bits."""
     if tensor.dtype != torch.bfloat16:
         return np.ascontiguousarray(tensor.detach().numpy()).reshape(-1)
     return np.ascontiguousarray(tensor.detach().contiguous().view(torch.int16).numpy()).reshape(-1).view(np.uint16)
 
 
 def _bytes(tensor: Tensor) -> Array:
-    """View the bytes of a tensor, in one dimension."""
     return _bits(tensor).view(np.uint8)

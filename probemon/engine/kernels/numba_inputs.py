@@ -1,10 +1,6 @@
-"""numba prepares inputs in a few calls, as `prepare_input` does to the last bit, and finds far states among a few.
+"""numba prepares inputs bitwise as `prepare_input`, and finds far states: for one state, torch's calls are slow.
 
-x = prepare_numba(hidden, spec, torch.bfloat16)     # [N, D] fp32, of which each is a bf16 number
-far = far_few(x, mean, basis, limit)                # prepared states [N, D] fp32; [N] int64
-x, largest, far = prepare_few(hidden, spec, torch.bfloat16, terms)      # both, and the largest value of each state
-
-A step has one state, for which each call of torch takes longer than what it does.
+x, largest, far = prepare_few(hidden, spec, torch.bfloat16, terms)     # x [N, D] fp32 holding bf16 values
 """
 
 from __future__ import annotations
@@ -26,7 +22,7 @@ _NO_MEAN = np.empty(0, np.float32)
 
 
 def prepare_numba(hidden: Tensor, spec: InputSpec, dtype: torch.dtype) -> Tensor:
-    """Return hidden [N, D] on a CPU as `prepare_input` does, the values of `dtype` in fp32, where they are exact."""
+    """Prepare hidden [N, D] on a CPU; returns values of `dtype` as fp32."""
     x, mean = _squared(hidden, spec)
     if len(mean):
         x = torch.from_numpy(_normalised(x.numpy(), mean, np.float32(spec.eps), spec.eps < TINY))
@@ -36,8 +32,8 @@ def prepare_numba(hidden: Tensor, spec: InputSpec, dtype: torch.dtype) -> Tensor
 def prepare_few(
     hidden: Tensor, spec: InputSpec, dtype: torch.dtype, terms: FarTerms | None
 ) -> tuple[Tensor, Array | None, Array | None]:
-    """Do the same for bf16 or fp32; return the largest value of each state `[N]` too, None where one is not finite, and
-    where `terms` are given which states are far, `[N]` int64.
+    """Prepare in bf16 or fp32; also return largest values `[N]` (None if one is not finite), and with `terms` which
+    states are far, `[N]` int64.
     """
     x, mean = _squared(hidden, spec)
     rounds, is_tiny = dtype == torch.bfloat16, spec.eps < TINY
@@ -48,9 +44,7 @@ def prepare_few(
 
 
 def _squared(hidden: Tensor, spec: InputSpec) -> tuple[Tensor, Array]:
-    """Return states in fp32, without their mean where it is not wanted, and the means of their squares `[N]`, where
-    they are.
-    """
+    """Return fp32 states (centred for layernorm) and mean squares `[N]`."""
     check_states(hidden)
     check_norm(spec.norm, ("none", "layernorm", "rmsnorm"), "kernels/numba_inputs.py")
     x = hidden.detach().to(torch.float32)
@@ -59,12 +53,12 @@ def _squared(hidden: Tensor, spec: InputSpec) -> tuple[Tensor, Array]:
     x = x.contiguous()
     if spec.norm == "layernorm":
         x = x - x.mean(dim=-1, keepdim=True)
-    # torch adds up, as it does for `prepare_input`: the last bit depends on the order.
+    # torch's sum, as in `prepare_input`, for equal bits.
     return x, x.square().mean(dim=-1).numpy()
 
 
 def rounded_numba(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return fp32 [N, D] rounded to what `dtype` can hold, still in fp32."""
+    """Round fp32 [N, D] to `dtype`, still in fp32."""
     if dtype == torch.float32:
         return x
     if dtype != torch.bfloat16:
@@ -87,7 +81,7 @@ def _normalised(x: Array, mean: Array, eps: np.float32, is_tiny: bool) -> Array:
 
 @compiled()
 def _rounded_to_bf16(bits: Array) -> Array:
-    """Round the bits of fp32 to the nearest bf16, to even where two are as near; a NaN stays one."""
+    """Round fp32 bits to bf16, ties to even; NaN stays NaN."""
     out = np.empty_like(bits)
     for row in range(bits.shape[0]):
         for i in range(bits.shape[1]):
@@ -99,13 +93,10 @@ def _rounded_to_bf16(bits: Array) -> Array:
     return out
 
 
-# Sums may be added up in any order, which fp64 has digits for: so they are vectorised.
+# In fp64, sums may be reordered and so vectorised.
 @compiled(fastmath={"reassoc", "contract"})
 def far_few(states: Array, mean: Array, basis: Array, limit: float) -> Array:
-    """Say which states are further than the limit outside of the components; 0 where one is no number.
-
-    The mean `[D]` is in fp64, the basis `[K, D]` in fp32.
-    """
+    """Return 1 for states farther than `limit` from the components, 0 for NaN. mean [D] fp64, basis [K, D] fp32."""
     n, d = states.shape
     far, offset = np.zeros(n, np.int64), np.empty(d, np.float64)
     for row in range(n):
@@ -126,7 +117,6 @@ def far_few(states: Array, mean: Array, basis: Array, limit: float) -> Array:
 def _prepared(
     x: Array, mean: Array, eps: np.float32, is_tiny: bool, rounds: bool, far_mean: Array, basis: Array, limit: float
 ) -> Any:
-    """Normalise, say what is far, round, and find the largest values."""
     values = _normalised(x, mean, eps, is_tiny) if len(mean) else x
     far = far_few(values, far_mean, basis, limit) if len(far_mean) else np.empty(0, np.int64)
     if rounds:

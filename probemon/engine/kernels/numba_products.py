@@ -1,15 +1,12 @@
-"""numba compiles products of weight rows and states, once for each two kinds of numbers.
+"""Compiled products of weight rows and states, one for each pair of dtypes.
 
-    address = products_of(np.uint16, np.float32)                                     # compiled when first asked for
+    address = products_of(np.uint16, np.float32)                                     # compiled at first use
 
-Every product is a dot of one weight row and one state. `_dot_tile` emits it for a tile of rows and states: 16 lanes
-along D, one fused multiply-add each (of bf16 two, or the instruction of newer processors that does both, to the same
-bits), then one fixed tree of additions. The order of a pair's sums thus depends on the length alone, and its score is
-bitwise the same in every tile, batch and strategy. Rows of a single state are read one after another, as memory likes
-it; for many states a tile of 4 x 4 reads each weight once for four states.
+`_dot_tile` emits a dot of one row and one state: 16 lanes along D, one fused multiply-add each (bf16: two, or the
+bitwise equal AVX-512 instruction), then a fixed tree of additions. The order depends only on the length, so every tile,
+batch and strategy gives equal bits. 4 x 4 tiles read a weight once for four states.
 
-They are called by their address, since the compiler would otherwise copy and optimise them again in every function
-that has a call of them, which is most of what a first use waited for.
+Calls go by address, or LLVM would optimise the products again in every caller.
 """
 
 from __future__ import annotations
@@ -28,8 +25,8 @@ from numba.np.numpy_support import from_dtype
 from probemon.engine.kernels.numba_cached import compiled_callback
 
 _LANES = 16
-MANY = 4  # states from which a tile of 4 x 4 pays: it reads four rows at once, which memory likes less
-_ONE_BY_ONE = 1024, 8192  # bytes of a row: these are read one after another for a state, others at four places at once
+MANY = 4  # states from which 4 x 4 tiles are faster
+_ONE_BY_ONE = 1024, 8192  # bytes of a row that one state reads sequentially; others at four places at once
 
 
 _F32, _I32, _I64 = ir.FloatType(), ir.IntType(32), ir.IntType(64)
@@ -37,10 +34,10 @@ _WIDE, _BITS = ir.VectorType(_F32, _LANES), ir.VectorType(_I32, _LANES)
 
 
 def _dot_tile(n_rows: int, n_states: int) -> Any:
-    """Make the dots, `out[r * n_states + s]`, of `n_rows` weight rows and `n_states` states, each of length `d`.
+    """Return an intrinsic for dots `out[r * n_states + s]` of length `d`.
 
-    Rows (int8, fp32, or bits of bf16) begin at the elements `w_at` of `w`, states at the elements `x_at` of `x` (fp32;
-    beside bf16 rows also bits of bf16).
+    Rows (int8, fp32, bf16 bits) begin at elements `w_at` of `w`; states (fp32, or bf16 bits for bf16 rows) at `x_at`
+    of `x`.
     """
 
     @intrinsic  # type: ignore[untyped-decorator,unused-ignore]
@@ -73,12 +70,12 @@ def _dot_tile(n_rows: int, n_states: int) -> Any:
 
 
 def pointer_of(context: Any, builder: Any, kind: Any, value: Any) -> Any:
-    """Return a pointer to the first element of an array, or the pointer that was given."""
+    """Return an array's data pointer, or `value` if it is a pointer."""
     return context.make_array(kind)(context, builder, value).data if isinstance(kind, types.Array) else value
 
 
 class _BFloat(ir.Type):  # type: ignore[misc,unused-ignore]
-    """bf16 in LLVM, which llvmlite has no name for."""
+    """LLVM's bf16, which llvmlite lacks."""
 
     def __str__(self) -> str:
         return "bfloat"
@@ -91,19 +88,18 @@ class _BFloat(ir.Type):  # type: ignore[misc,unused-ignore]
 
 
 def _are_pairs(rows: Any, states: Any) -> bool:
-    """Whether both are bits of bf16, which are read two by two."""
     return bool(rows[1] == states[1] == types.uint16)
 
 
 def _zero(builder: Any, kind: Any) -> Any:
-    """Return a variable that begins as zero whenever the code comes by."""
+    """Return a variable that is zeroed here each time."""
     variable = cgutils.alloca_once(builder, kind)
     builder.store(ir.Constant(kind, [0.0] * _LANES if kind is _WIDE else 0.0), variable)
     return variable
 
 
 def _add_products(context: Any, builder: Any, rows: Any, states: Any, at: Any, sums: list[Any]) -> None:
-    """Add 16 products to the lanes of each sum; of pairs the odd ones, then the even ones."""
+    """Add 16 products per lane; of bf16 pairs the odd ones first."""
 
     def read(pointer: Any, kind: Any, align: int) -> Any:
         return builder.load(builder.bitcast(builder.gep(pointer, [at]), kind.as_pointer()), align=align)
@@ -120,13 +116,13 @@ def _add_products(context: Any, builder: Any, rows: Any, states: Any, at: Any, s
     if _are_pairs(rows, states) and _has_bf16_dots(context):
         pairs = ir.VectorType(_BFloat(), 2 * _LANES)
         dot = _function(builder, [_WIDE, pairs, pairs], "llvm.x86.avx512bf16.dpbf16ps.512")
-        of_rows, of_states = ([read(pointer, pairs, 2) for pointer in of] for of in (rows[0], states[0]))
-        for total, (row, state) in zip(sums, itertools.product(of_rows, of_states), strict=True):
+        row_values, state_values = ([read(pointer, pairs, 2) for pointer in of] for of in (rows[0], states[0]))
+        for total, (row, state) in zip(sums, itertools.product(row_values, state_values), strict=True):
             builder.store(builder.call(dot, [builder.load(total), row, state]), total)
         return
     fma = _function(builder, [_WIDE] * 3, f"llvm.fmuladd.v{_LANES}f32")
-    of_rows, of_states = ([parts(pointer, of[1]) for pointer in of[0]] for of in (rows, states))
-    for total, (row, state) in zip(sums, itertools.product(of_rows, of_states), strict=True):
+    row_values, state_values = ([parts(pointer, of[1]) for pointer in of[0]] for of in (rows, states))
+    for total, (row, state) in zip(sums, itertools.product(row_values, state_values), strict=True):
         value = builder.load(total)
         for one, other in zip(row, state, strict=True):
             value = builder.call(fma, [one, other, value])
@@ -134,12 +130,10 @@ def _add_products(context: Any, builder: Any, rows: Any, states: Any, at: Any, s
 
 
 def _function(builder: Any, kinds: list[Any], name: str) -> Any:
-    """Return a function of LLVM's that gives what its first argument is."""
     return cgutils.get_or_insert_function(builder.module, ir.FunctionType(kinds[0], kinds), name)
 
 
 def _widened(builder: Any, kind: Any, value: Any, wide: Any) -> Any:
-    """Return a number, or a vector of them, in fp32."""
     bits = _BITS if wide is _WIDE else _I32
     if kind == types.int8:
         return builder.sitofp(builder.sext(value, bits), wide)
@@ -150,11 +144,8 @@ def _widened(builder: Any, kind: Any, value: Any, wide: Any) -> Any:
 
 
 def _totals(builder: Any, vectors: list[Any]) -> Any:
-    """Return the total of the lanes of each vector, as one vector: upper half onto lower half, as often as it takes.
-
-    Two vectors are folded into one of as many lanes, so that few additions make all totals.
-    """
-    group = _LANES  # lanes that are still to be one
+    """Return lane totals as one vector, adding halves; folding two vectors into one saves additions."""
+    group = _LANES
     while group > 1:
         pairs = [(vectors[0],) * 2] if len(vectors) == 1 else zip(vectors[::2], vectors[1::2], strict=True)
         n_lanes = vectors[0].type.count * min(2, len(vectors))
@@ -171,7 +162,6 @@ def _totals(builder: Any, vectors: list[Any]) -> Any:
 
 
 def _add_tails(builder: Any, rows: Any, states: Any, begin: Any, end: Any, out: Any) -> None:
-    """Add the sums of the products from `begin` to `end`, one element after another."""
     fma = _function(builder, [_F32] * 3, "llvm.fmuladd.f32")
     for i, (row, state) in enumerate(itertools.product(rows[0], states[0])):
         tail = _zero(builder, _F32)
@@ -186,7 +176,7 @@ def _add_tails(builder: Any, rows: Any, states: Any, begin: Any, end: Any, out: 
 
 
 def _has_bf16_dots(context: Any) -> bool:
-    """Whether the processor that is compiled for multiplies pairs of bf16, with products and sums in fp32."""
+    """True if the target CPU multiplies bf16 pairs with fp32 sums."""
     return "+avx512bf16" in context.codegen().magic_tuple()[2].split(",")
 
 
@@ -194,17 +184,17 @@ _dot_1x1, _dot_4x1, _dot_1x4, _dot_4x4 = (_dot_tile(*shape) for shape in ((1, 1)
 
 
 def products_of(weights: Any, states: Any) -> int:
-    """Return the address of compiled products of such weights and states: int8, fp32, or bits of bf16.
+    """Return the address of compiled products for int8, fp32 or bf16 bits (uint16).
 
-    It computes `out[i * n_rows + j]`: weight row j from element `base` on, times the state from `x[x_at[i]]` on.
+    They set `out[i * n_rows + j]`: weight row j from element `base`, times the state at `x[x_at[i]]`.
     """
     address: int = _products(np.dtype(weights), np.dtype(states)).address
     return address
 
 
-@functools.cache  # which keeps the code alive, too
+@functools.cache  # keeps the code alive
 def _products(weights: np.dtype[Any], states: np.dtype[Any]) -> Any:  # noqa: C901 (compiled as one)
-    """Compile them. Nothing in it can raise, as nobody would hear of it: so it allocates nothing."""
+    """Compile them. A callback cannot raise, so it allocates nothing."""
     w_kind, x_kind, width = from_dtype(weights), from_dtype(states), weights.itemsize
     integer, integers = types.int64, types.CPointer(types.int64)
     signature = types.void(

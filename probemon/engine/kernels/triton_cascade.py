@@ -1,17 +1,14 @@
-"""DeviceCascade descends a hierarchy on a GPU in one go: the host is asked nothing in between.
+"""DeviceCascade descends a hierarchy on a GPU without synchronising.
 
     cascade = DeviceCascade(plan, weights, input_of)
-    step = cascade.descend(x, n_states, retained)      # enqueues every launch; a DeviceDescent holds device tensors
-    step.overflowed.any()   # these states have more active probes than fit: they are descended again elsewhere
+    step = cascade.descend(x, n_states, retained)      # enqueues all launches
+    step.overflowed.any()   # these states have too many active probes: descend them elsewhere
 
-`_begin` lists the probes that are active from the start. Then two kernels take turns: `_score` scores the newest
-entries of each state's list (their logits where there are softmax groups, of which `_share` makes scores), `_expand`
-turns their scores into path scores, marks the children of those that open and appends them. As many rounds are launched
-as the hierarchy has ranks, a fixed number that can be captured. That is enough, except for the path rule over several
-parents: a child brings missing ancestors, which may open later themselves. There a state that could still open
-something after the last round overflows. The order of a list may change from run to run, its members do not: whichever
-program marks a child first appends it. `_finish` keeps the best, by a sort of (score, id) packed into one key, so ties
-fall as on the host.
+`_begin` lists the first active probes. Per round, `_score` scores each list's newest entries (`_share`: softmax
+groups), `_expand` computes path scores and appends children. `_finish` keeps the best, with ties as on the CPU. Rounds
+are the ranks, a fixed number for capture. With several parents under the path rule, ancestors that a child brings may
+open later: a state that could still open something overflows. A list's order varies: the first program to mark a child
+appends it.
 """
 
 # mypy: disable-error-code="untyped-decorator,no-untyped-def"
@@ -54,19 +51,19 @@ if TYPE_CHECKING:
 
     from probemon.core.plan import CascadePlan
 
-_BLOCK = 64  # entries of a list that a program looks at together
-_LINKS = 64  # links of those entries
-_CLEARED = 1024  # marks that a program clears together
-_PROGRAMS = 528  # of a round: four for each processor of an H100
-_MOST = 1024  # active probes of a state: what one program can sort
-NO_MATRIX = {"COLUMNS": 0, "STAGES": 0, "UNROLLED": 0, "INTERPRETED": False}  # of a score without matrix units
-# After every score in the order of `_finish`, whose scores end at 0x7FFFFFFF.
+_BLOCK = 64  # entries at a time
+_LINKS = 64  # links at a time
+_CLEARED = 1024  # marks at a time
+_PROGRAMS = 528  # per round: four per H100 processor
+_MOST = 1024  # active probes that one program can sort
+NO_MATRIX = {"COLUMNS": 0, "STAGES": 0, "UNROLLED": 0, "INTERPRETED": False}
+# Sort keys above those of scores, which end at 0x7FFFFFFF.
 NO_NUMBER, NOTHING = tl.constexpr(0x7FFFFFFF + 1), tl.constexpr(0x7FFFFFFF + 2)
 
 
 @triton.jit
 def _append(ids_ptr, mark_ptr, candidate, valid, n, CAP):
-    """Append the candidates that were not marked. Returns the new length, also beyond `CAP`, where the list is full."""
+    """Append unmarked candidates. Returns the new length, beyond `CAP` if some were lost."""
     won = valid & (tl.atomic_xchg(mark_ptr + candidate, 1, mask=valid) == 0)
     at = n + tl.cumsum(won.to(tl.int32), 0) - 1
     tl.store(ids_ptr + at, candidate, mask=won & (at < CAP))
@@ -75,7 +72,7 @@ def _append(ids_ptr, mark_ptr, candidate, valid, n, CAP):
 
 @triton.jit
 def _append_linked(ids_ptr, mark_ptr, ptr_ptr, idx_ptr, ids, valid, n, CAP, LINKS: tl.constexpr):
-    """Append the probes that `ids` link to in CSR, `LINKS` links at a time, of whichever of them."""
+    """Append the probes that `ids` link to in CSR."""
     first = tl.load(ptr_ptr + ids, mask=valid, other=0)
     length = tl.where(valid, tl.load(ptr_ptr + ids + 1, mask=valid, other=0) - first, 0)
     end = tl.cumsum(length, 0)
@@ -94,9 +91,7 @@ def _begin(
     start_ptr, n_start, kept_ptr, anc_ptr, anc_idx, ids_ptr, mark_ptr, arrived_ptr, begin_ptr, count_ptr, over_ptr,
     P, CAP, K, LIMIT, CLOSE: tl.constexpr, BLOCK: tl.constexpr, LINKS: tl.constexpr, CLEARED: tl.constexpr,
 ):  # fmt: skip
-    """Begin the list of state b in program b. `kept [B, K]` int32, -1 for none. Clears `mark` and `arrived [B, CAP]`,
-    `CLEARED` at a time.
-    """
+    """Begin the list of state b. `kept [B, K]` int32, -1 for none. Clears `mark` and `arrived [B, CAP]`."""
     b = tl.program_id(0).to(tl.int64)
     ids_ptr, mark_ptr, kept_ptr = ids_ptr + b * CAP, mark_ptr + b * P, kept_ptr + b * K
     i, none = tl.arange(0, BLOCK), tl.arange(0, CLEARED)
@@ -129,10 +124,10 @@ def _score(
     BLOCK_H2: tl.constexpr, BLOCK_PARTS: tl.constexpr, LOGITS: tl.constexpr, COLUMNS: tl.constexpr,
     STAGES: tl.constexpr, UNROLLED: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
-    """Score the entries of state b from `begin` to `count`, on matrix units if there are `COLUMNS`."""
+    """Score entries `begin` to `count` of state b; on matrix units if `COLUMNS`."""
     b = tl.program_id(1).to(tl.int64)
     begin, count = tl.load(begin_ptr + b), tl.load(count_ptr + b)
-    if LAYERS == 1:  # `ROWS` is `PAIRS` of `_linear`: tiles of the same shape give the same bits
+    if LAYERS == 1:  # `ROWS` is `PAIRS` of `_linear`, for equal bits
         first = tl.program_id(0) * ROWS
         if (first + ROWS > begin) & (first < count):
             entries = first + tl.arange(0, ROWS)
@@ -143,7 +138,7 @@ def _score(
                 x_ptr, w1_ptr, s1_ptr, b1_ptr, rows, probes, inside, D, SCALED, BLOCK_D, ROWS, LOGITS
             )
             tl.store(own_ptr + b * CAP + entries, scores, mask=inside)
-    else:  # the programs of a state share its parts of entries out among them
+    else:
         for task in range(begin * N_PARTS + tl.program_id(0), count * N_PARTS, tl.num_programs(0)):
             at, part = b * CAP + task // N_PARTS, task % N_PARTS
             probe = tl.load(ids_ptr + at)
@@ -168,8 +163,8 @@ def _score(
 def _share(
     ids_ptr, own_ptr, score_ptr, begin_ptr, count_ptr, of_ptr, ptr_ptr, members_idx, P, CAP, MOST, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Turn the logits of state b's newest entries, `own [B, CAP]`, into scores; `score [B, P]` holds logits meanwhile.
-    A group is among them whole, unless the state overflows.
+    """Turn logits of state b's newest entries, `own [B, CAP]`, into scores; `score [B, P]` holds the logits. Groups are
+    whole unless the state overflows.
     """
     b = tl.program_id(0).to(tl.int64)
     ids_ptr, own_ptr, score_ptr = ids_ptr + b * CAP, own_ptr + b * CAP, score_ptr + b * P
@@ -179,7 +174,7 @@ def _share(
         inside = s + i < count
         ids = tl.load(ids_ptr + s + i, mask=inside, other=0)
         tl.store(score_ptr + ids, tl.load(own_ptr + s + i, mask=inside, other=0.0), mask=inside)
-    tl.debug_barrier()  # every logit is there
+    tl.debug_barrier()  # all logits are stored
     for s in range(begin, count, BLOCK):
         inside = s + i < count
         ids = tl.load(ids_ptr + s + i, mask=inside, other=0)
@@ -198,16 +193,15 @@ def _expand(
     child_ptr, child_idx, parent_ptr, parent_idx, anc_ptr, anc_idx, P, CAP, LIMIT, N_RANKS, MOST_PARENTS,
     PATH: tl.constexpr, CLOSE: tl.constexpr, OPEN: tl.constexpr, BLOCK: tl.constexpr, LINKS: tl.constexpr,
 ):  # fmt: skip
-    """Store the scores of state b's newest entries (`score [B, P]`), then append the children of those over their
-    threshold.
+    """Store state b's newest scores in `score [B, P]`; append the children of those over threshold.
 
-    `OPEN`: 1, or in the last round 0 (nothing opens) or 2 (a state in which something could open overflows).
+    `OPEN`: 1; in the last round 0 (nothing opens) or 2 (a state that could open something overflows).
     """
     b = tl.program_id(0).to(tl.int64)
     ids_ptr, own_ptr, mark_ptr, score_ptr = ids_ptr + b * CAP, own_ptr + b * CAP, mark_ptr + b * P, score_ptr + b * P
     begin, count = tl.load(begin_ptr + b), tl.load(count_ptr + b)
     i = tl.arange(0, BLOCK)
-    for rank in range(0, N_RANKS):  # without the path rule there is one pass
+    for rank in range(0, N_RANKS):
         for s in range(begin, count, BLOCK):
             inside = s + i < count
             ids = tl.load(ids_ptr + s + i, mask=inside, other=0)
@@ -224,7 +218,7 @@ def _expand(
                     best = tl.where((above > best) | (above != above), above, best)
                 score = tl.where(first < last, score * best, score)
             tl.store(score_ptr + ids, score, mask=inside)
-        tl.debug_barrier()  # a parent's score is there before its children's
+        tl.debug_barrier()  # parents' scores are stored
     n = count
     if OPEN > 0:
         for s in range(begin, count, BLOCK):
@@ -234,7 +228,7 @@ def _expand(
             opens = inside & (score > tl.load(threshold_ptr + ids, mask=inside, other=0.0))
             n = _append_linked(ids_ptr, mark_ptr, child_ptr, child_idx, ids, opens, n, CAP, LINKS)
         if CLOSE and OPEN == 1:
-            tl.debug_barrier()  # the new children are in the list
+            tl.debug_barrier()  # the new children are stored
             n_children = tl.minimum(n, CAP)
             for s in range(count, n_children, BLOCK):
                 inside = s + i < n_children
@@ -254,9 +248,7 @@ def _expand(
 def _finish(
     ids_ptr, score_ptr, count_ptr, exempt_ptr, out_ptr, kept_ptr, P, CAP, K, KEEP, BLOCK_CAP: tl.constexpr,
 ):  # fmt: skip
-    """Store state b's scores in the order of its list, `out [B, CAP]`, and its best `KEEP` that are not exempt,
-    `kept [B, K]`, -1 for none.
-    """
+    """Store state b's scores in list order, `out [B, CAP]`, and its best `KEEP` non-exempt ids, `kept [B, K]`."""
     b = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, BLOCK_CAP)
     inside = i < tl.load(count_ptr + b)
@@ -264,7 +256,7 @@ def _finish(
     score = tl.load(score_ptr + b * P + ids, mask=inside, other=0.0)
     tl.store(out_ptr + b * CAP + i, score, mask=inside)
     may = inside & (tl.load(exempt_ptr + ids, mask=inside, other=1) == 0)
-    # The bits of floats that are not negative are in their order; what is not a number comes after every number.
+    # Bits of non-negative floats sort like floats; NaN comes last.
     best_first = 0x7FFFFFFF - score.to(tl.int32, bitcast=True).to(tl.int64)
     high = tl.where(may, tl.where(score == score, best_first, NO_NUMBER), NOTHING)
     key = tl.sort((high << 31) | ids.to(tl.int64))
@@ -274,10 +266,8 @@ def _finish(
 
 @dataclass(frozen=True)
 class DeviceDescent:
-    """Holds, of N states and on the device: `count [N]`; `ids` and `scores [N, CAP]` in no order; `kept [N, K]`, -1 for
-    none; `overflowed [N]`; `largest [I * N]`, for whoever knows it.
-
-    They lie in `memory`, which is one int32 tensor, so that one copy brings them all: `of` has them of its copy.
+    """Results of N states on the device: `count [N]`; unordered `ids`, `scores` `[N, CAP]`; `kept [N, K]`, -1 for none;
+    `overflowed [N]`; `largest [I * N]`, set by the caller. All are views of `memory` (int32), for one copy.
     """
 
     memory: Tensor
@@ -290,23 +280,23 @@ class DeviceDescent:
 
     @staticmethod
     def of(n: int, cap: int, n_kept: int, n_inputs: int, memory: Tensor) -> DeviceDescent:
-        """Find them in `memory`."""
+        """View them in `memory`."""
         shapes = ((n,), (n, cap), (n, cap), (n, n_kept), (n,), (n_inputs * n,))
-        sizes = [-(-math.prod(shape) // 4) * 4 for shape in shapes]  # each begins at 16 bytes
+        sizes = [-(-math.prod(shape) // 4) * 4 for shape in shapes]  # 16-byte aligned
         parts = memory[: sum(sizes)].split(sizes)
-        found = [part[: math.prod(shape)].view(shape) for part, shape in zip(parts, shapes, strict=True)]
-        count, ids, scores, kept, overflowed, largest = found
+        views = [part[: math.prod(shape)].view(shape) for part, shape in zip(parts, shapes, strict=True)]
+        count, ids, scores, kept, overflowed, largest = views
         floats = torch.float32
         return DeviceDescent(memory, count, ids, scores.view(floats), kept, overflowed, largest.view(floats))
 
     @staticmethod
     def size(n: int, cap: int, n_kept: int, n_inputs: int) -> int:
-        """Return how many int32 they take."""
+        """Return their int32 count."""
         return sum(-(-size // 4) * 4 for size in (n, n * cap, n * cap, n * n_kept, n, n_inputs * n))
 
 
 class DeviceCascade:
-    """Descends by a plan that `fits`, over weights that are all on one device, slot = probe."""
+    """Descends by a plan that `fits`, over weights on one device, slot = probe."""
 
     def __init__(self, plan: CascadePlan, weights: Mapping[str, Tensor], input_of: np.ndarray) -> None:
         tree, self._plan = plan.tree, plan
@@ -323,10 +313,10 @@ class DeviceCascade:
         groups = tree.groups
         self._most_members = int(groups.sizes.max(initial=0))
         self._groups = [put(groups.of), put(groups.ptr), put(groups.members if len(groups) else [0])]
-        # What must be active with a probe: all above it by the path rule, and the members of all their groups.
+        # Must be active with a probe: ancestors (path rule) and group members.
         with_it = [{p, *tree.ancestors(p)} if plan.path_rule else {p} for p in range(tree.n)]
         if len(groups):
-            with_it = [{mate for own in probes for mate in groups.mates(own).tolist()} for probes in with_it]
+            with_it = [{mate for probe in probes for mate in groups.mates(probe).tolist()} for probes in with_it]
         with_it = [probes - {p} for p, probes in enumerate(with_it)]
         self._anc_ptr = put(np.concatenate([[0], np.cumsum([len(probes) for probes in with_it])]))
         self._anc_idx = put(np.asarray([p for probes in with_it for p in sorted(probes)] or [0]))
@@ -349,13 +339,11 @@ class DeviceCascade:
 
     @staticmethod
     def fits(plan: CascadePlan) -> bool:
-        """Whether a state's active probes are few enough to be sorted by one program."""
+        """True if one program can sort a state's active probes."""
         return min(plan.config.max_loaded_probes, plan.tree.n) <= _MOST
 
     def descend(self, x: Tensor, n_states: int, retained: Tensor | None) -> DeviceDescent:
-        """Enqueue the descent of x `[I * N, D]` in the pack's dtype, and wait for nothing. `retained [N, R]`: int32
-        ids, -1 for none; one out of range counts as none.
-        """
+        """Enqueue the descent of x `[I * N, D]` in the pack's dtype. `retained [N, R]` int32, -1 for none."""
         check_states(x, self._weights["w1"].shape[2])
         if len(x) < self._n_inputs * n_states or x.device != self.device:
             raise ConfigError(
@@ -370,7 +358,7 @@ class DeviceCascade:
             raise ConfigError(
                 f"retained is {described(retained)} on {retained.device}: give int32 [{n_states}, R] on {self.device}"
             )
-        with torch.cuda.device_of(x):  # Triton launches on the current device
+        with torch.cuda.device_of(x):
             return self._descend(x, n_states, retained)
 
     def _descend(self, x: Tensor, n_states: int, retained: Tensor | None) -> DeviceDescent:
@@ -378,7 +366,7 @@ class DeviceCascade:
         _, h1, d = weights["w1"].shape
         n_layers = 1 + ("w2" in weights) + ("w3" in weights)
         h2 = weights["w2"].shape[1] if "w2" in weights else 1
-        n_parts = triton.cdiv(h1, ROWS)  # 1 of a linear probe, which has one row
+        n_parts = triton.cdiv(h1, ROWS)  # 1 for a linear probe
 
         def empty(*size: int, dtype: torch.dtype = torch.int32) -> Tensor:
             return torch.empty(size, dtype=dtype, device=self.device)
@@ -387,12 +375,12 @@ class DeviceCascade:
         own, score = (empty(n_states, width, dtype=torch.float32) for width in (cap, n_probes))
         parts = empty(n_states * cap * n_parts * h2 if n_layers > 1 else 1, dtype=torch.float32)
         sizes = n_states, cap, self.n_kept, len(x) // n_states
-        found = DeviceDescent.of(*sizes, empty(DeviceDescent.size(*sizes)))
+        result = DeviceDescent.of(*sizes, empty(DeviceDescent.size(*sizes)))
         before = torch.full((n_states, 1), -1, dtype=torch.int32, device=self.device) if retained is None else retained
         path, x, before = self._plan.path_rule, aligned(x.contiguous()), before.contiguous()
         _begin[(n_states,)](
-            self._start, len(self._start), before, self._anc_ptr, self._anc_idx, found.ids, mark, arrived, begin,
-            found.count, found.overflowed, n_probes, cap, before.shape[1], self._limit,
+            self._start, len(self._start), before, self._anc_ptr, self._anc_idx, result.ids, mark, arrived, begin,
+            result.count, result.overflowed, n_probes, cap, before.shape[1], self._limit,
             CLOSE=path or self._most_members > 0, BLOCK=_BLOCK, LINKS=_LINKS,
             CLEARED=_CLEARED, **OPTIONS,
         )  # fmt: skip
@@ -403,27 +391,27 @@ class DeviceCascade:
             meta = layered_meta(h1, h2, d, n_layers, is_int8, grouped) | NO_MATRIX | {"N_PARTS": n_parts}
         if n_layers == 1:
             meta["ROWS"], n_programs = PAIRS, triton.cdiv(cap, PAIRS)
-        else:  # enough to fill a GPU, and few enough to leave at once where nothing is to be scored
+        else:  # fills a GPU; exits quickly without work
             n_programs = min(cap * n_parts, max(_PROGRAMS // n_states, n_parts))
         for at in range(self._n_rounds + 1):
             _score[(n_programs, n_states)](
-                x, *layers, found.ids, self._input_of, begin, found.count, parts, arrived, own,
+                x, *layers, result.ids, self._input_of, begin, result.count, parts, arrived, own,
                 n_states, cap, d, h1, h2, 1.0, **meta, **OPTIONS,
             )  # fmt: skip
             if grouped:
                 _share[(n_states,)](
-                    found.ids, own, score, begin, found.count, *self._groups, n_probes, cap, self._most_members,
+                    result.ids, own, score, begin, result.count, *self._groups, n_probes, cap, self._most_members,
                     BLOCK=_BLOCK, **OPTIONS,
                 )  # fmt: skip
             _expand[(n_states,)](
-                found.ids, own, score, mark, begin, found.count, found.overflowed, self._rank, self._threshold,
+                result.ids, own, score, mark, begin, result.count, result.overflowed, self._rank, self._threshold,
                 self._child_ptr, self._child_idx, self._parent_ptr, self._parent_idx, self._anc_ptr, self._anc_idx,
                 n_probes, cap, self._limit, self._n_ranks if path else 1, self._most_parents,
                 PATH=path, CLOSE=self._close, OPEN=1 if at < self._n_rounds else self._last_open, BLOCK=_BLOCK,
                 LINKS=_LINKS, num_warps=8, **OPTIONS,
             )  # fmt: skip
         _finish[(n_states,)](
-            found.ids, score, found.count, self._exempt, found.scores, found.kept, n_probes, cap, self.n_kept,
+            result.ids, score, result.count, self._exempt, result.scores, result.kept, n_probes, cap, self.n_kept,
             self.keep, BLOCK_CAP=cap, num_warps=min(max(cap // 32, 4), 16), **OPTIONS,
         )  # fmt: skip
-        return found
+        return result

@@ -1,12 +1,8 @@
-"""Triton kernels score whole probes, with all layers and the sigmoid, in one launch for all pairs.
+"""Triton kernels that score whole probes, all layers and the sigmoid, in one launch.
 
-    scores = score_triton(hidden, weights, rows, slots)
-
-A probe with hidden layers is split by rows of its first layer. A program takes 16 of them over the full length D, so
-that the ReLU stays local, multiplies by its part of the second layer and stores the product. The last program of a pair
-to arrive adds up the parts in a fixed order and finishes. Every weight is read once, by its slot, and no sum uses
-atomics: a score depends on its pair alone, bit for bit. bf16 and int8 are widened on loading; every product and sum is
-fp32. Where there are many pairs, a program takes four, which share the weights that it reads if they are of one probe.
+A program computes 16 rows of a probe's first layer, which keeps the ReLU local, and their share of the second. A pair's
+last program adds these in a fixed order. Weights are read once; no sum uses atomics: a score depends bitwise only on
+its pair. With many pairs, a program takes four, which may share weights.
 """
 
 # mypy: disable-error-code="untyped-decorator,no-untyped-def"
@@ -33,15 +29,15 @@ from probemon.engine.kernels.triton_matrix import (
     uses_matrix_units,
 )
 
-PAIRS = 16  # linear probes of a program
-GROUP = 4  # pairs of a program that share its weights
-MANY = 2048  # pairs from which they share: fewer would leave processors idle
-# The compiler may fuse no product with a sum: which ones it takes differs between rows of one tile, so a score's bits
-# would depend on its place. What is to be fused says so (`tl.fma`).
+PAIRS = 16  # linear probes per program
+GROUP = 4  # pairs that share weights
+MANY = 2048  # pairs from which they share; fewer would leave processors idle
+# The compiler must not fuse products and sums: its choice differs between rows of a tile, so bits would depend on the
+# place. `tl.fma` is explicit.
 OPTIONS = {"enable_fp_fusion": False}
-_MOST_PAIRS = 1 << 18  # pairs of a launch: bounds the memory of their parts
+_MOST_PAIRS = 1 << 18  # per launch: bounds memory
 _ARRIVED: dict[tuple[torch.device, int], Tensor] = {}
-_SPARE: dict[torch.device, Tensor] = {}  # zeros that no graph has taken yet
+_SPARE: dict[torch.device, Tensor] = {}  # zeros for graphs
 _SPARES = 1 << 18
 
 
@@ -53,9 +49,7 @@ def part_of_probe(
     LAYERS: tl.constexpr, SCALED: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr, BLOCK_H2: tl.constexpr,
     BLOCK_PARTS: tl.constexpr, LOGITS: tl.constexpr,
 ):  # fmt: skip
-    """Compute `ROWS` rows of layer 1 of one pair, which has `parts [N_PARTS, H2 or 1]`, `out`, and `arrived`: an int32
-    zero, which is zero again afterwards.
-    """
+    """`ROWS` rows of layer 1 of one pair: `parts [N_PARTS, H2 or 1]`, `out`; `arrived` int32, 0 before and after."""
     # int64: slot * H1 * D passes 2**31 at 6,554 slots of 128 x 2560.
     row, slot = row.to(tl.int64), slot.to(tl.int64)
     j = part * ROWS + tl.arange(0, ROWS)
@@ -81,11 +75,11 @@ def _above(
     H1, H2, N_PARTS, LAYERS: tl.constexpr, SCALED: tl.constexpr, ROWS: tl.constexpr, BLOCK_H2: tl.constexpr,
     BLOCK_PARTS: tl.constexpr, LOGITS: tl.constexpr,
 ):  # fmt: skip
-    """Multiply `ROWS` sums of layer 1 by their part of the layer above. The last to arrive stores the score."""
+    """Multiply `ROWS` sums of layer 1 by their part of the layer above; the last program stores the score."""
     j = part * ROWS + tl.arange(0, ROWS)
     j_in = j < H1
     z = scaled(sums, s1_ptr, slot * H1 + j, j_in, SCALED) + tl.load(b1_ptr + slot * H1 + j, mask=j_in, other=0.0)
-    z = tl.where(z < 0, 0.0, z)  # not maximum(): a NaN stays a NaN
+    z = tl.where(z < 0, 0.0, z)  # not maximum(): NaN stays NaN
     k = tl.arange(0, BLOCK_H2)
     k_in = k < H2
     if LAYERS == 3:
@@ -96,7 +90,7 @@ def _above(
     else:
         w3 = tl.load(w3_ptr + slot * H1 + j, mask=j_in, other=0.0).to(tl.float32)
         tl.store(parts_ptr + part, tl.sum(w3 * z, axis=0))
-    tl.debug_barrier()  # every thread's part is stored before one of them says so
+    tl.debug_barrier()  # store all parts before counting
     if tl.atomic_add(arrived_ptr, 1, sem="acq_rel") == N_PARTS - 1:
         p = tl.arange(0, BLOCK_PARTS)
         if LAYERS == 3:
@@ -127,7 +121,7 @@ def _layered(
     LAYERS: tl.constexpr, SCALED: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr, BLOCK_H2: tl.constexpr,
     BLOCK_PARTS: tl.constexpr, LOGITS: tl.constexpr,
 ):  # fmt: skip
-    """Score one pair, `parts [M, N_PARTS, H2 or 1]`, `arrived [M]` zeros, `out [M]`: NaN if it is out of range."""
+    """One pair: `parts [M, N_PARTS, H2 or 1]`, `arrived [M]` zeros, `out [M]`; NaN if out of range."""
     pair = (tl.program_id(0) // N_PARTS).to(tl.int64)
     row, slot = tl.load(rows_ptr + pair), tl.load(slots_ptr + pair)
     if (row >= 0) & (row < N) & (slot >= 0) & (slot < P):
@@ -149,16 +143,15 @@ def _layered_groups(
     LAYERS: tl.constexpr, SCALED: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr, BLOCK_H2: tl.constexpr,
     BLOCK_PARTS: tl.constexpr, LOGITS: tl.constexpr,
 ):  # fmt: skip
-    """Score four pairs (`GROUP`); if they are of one probe, each tile of its weights is read once.
-
-    A pair's sums are made in tiles of the same shape as in `part_of_probe`, so its score is bitwise the same.
+    """Score four pairs (`GROUP`), reading weights once if they are of one probe; tiles as in `part_of_probe`, for equal
+    bits.
     """
     pair, part = (tl.program_id(0) // N_PARTS).to(tl.int64) * 4, tl.program_id(0) % N_PARTS
     last = tl.minimum(pair + 3, M - 1)
     slot = tl.load(slots_ptr + pair).to(tl.int64)
-    some = tl.load(rows_ptr + tl.minimum(pair + tl.arange(0, 4), last))
-    sound = (tl.min(some, axis=0) >= 0) & (tl.max(some, axis=0) < N) & (slot >= 0) & (slot < P)
-    if sound & (pair + 3 == last) & (slot == tl.load(slots_ptr + last)):  # sorted: what is between them is the same
+    group_rows = tl.load(rows_ptr + tl.minimum(pair + tl.arange(0, 4), last))
+    sound = (tl.min(group_rows, axis=0) >= 0) & (tl.max(group_rows, axis=0) < N) & (slot >= 0) & (slot < P)
+    if sound & (pair + 3 == last) & (slot == tl.load(slots_ptr + last)):  # sorted: those between are equal
         x0 = x_ptr + tl.load(rows_ptr + pair).to(tl.int64) * D
         x1 = x_ptr + tl.load(rows_ptr + pair + 1).to(tl.int64) * D
         x2 = x_ptr + tl.load(rows_ptr + pair + 2).to(tl.int64) * D
@@ -190,10 +183,10 @@ def _layered_groups(
             )  # fmt: skip
     else:
         for at in range(pair, last + 1):
-            row, one = tl.load(rows_ptr + at), tl.load(slots_ptr + at)
-            if (row >= 0) & (row < N) & (one >= 0) & (one < P):
+            row, slot_at = tl.load(rows_ptr + at), tl.load(slots_ptr + at)
+            if (row >= 0) & (row < N) & (slot_at >= 0) & (slot_at < P):
                 part_of_probe(
-                    x_ptr, w1_ptr, s1_ptr, b1_ptr, w2_ptr, s2_ptr, b2_ptr, w3_ptr, s3_ptr, b3_ptr, row, one, part,
+                    x_ptr, w1_ptr, s1_ptr, b1_ptr, w2_ptr, s2_ptr, b2_ptr, w3_ptr, s3_ptr, b3_ptr, row, slot_at, part,
                     parts_ptr + at * N_PARTS * H2, arrived_ptr + at, out_ptr + at,
                     D, H1, H2, N_PARTS, LAYERS, SCALED, BLOCK_D, ROWS, BLOCK_H2, BLOCK_PARTS, LOGITS,
                 )  # fmt: skip
@@ -206,7 +199,7 @@ def linear_scores(
     x_ptr, w1_ptr, s1_ptr, b1_ptr, row, slot, inside, D, SCALED: tl.constexpr, BLOCK_D: tl.constexpr,
     PAIRS: tl.constexpr, LOGITS: tl.constexpr,
 ):  # fmt: skip
-    """Return the scores, or logits, of `PAIRS` pairs of linear probes."""
+    """Score pairs of linear probes."""
     row, slot = row.to(tl.int64), slot.to(tl.int64)
     total = tl.zeros((PAIRS, BLOCK_D), dtype=tl.float32)
     for start in range(0, D, BLOCK_D):
@@ -224,7 +217,7 @@ def _linear(
     x_ptr, w1_ptr, s1_ptr, b1_ptr, rows_ptr, slots_ptr, out_ptr, M, N, P, D, SCALED: tl.constexpr,
     BLOCK_D: tl.constexpr, PAIRS: tl.constexpr, LOGITS: tl.constexpr,
 ):  # fmt: skip
-    """Score `PAIRS` pairs of linear probes; NaN for a pair that is out of range."""
+    """Pairs of linear probes; NaN if out of range."""
     pair = tl.program_id(0) * PAIRS + tl.arange(0, PAIRS)
     inside = pair < M
     row, slot = tl.load(rows_ptr + pair, mask=inside, other=0), tl.load(slots_ptr + pair, mask=inside, other=0)
@@ -235,16 +228,14 @@ def _linear(
 
 @triton.jit
 def _is_finite(x):
-    if x.dtype != tl.float64:  # which fp32 may not hold
+    if x.dtype != tl.float64:  # fp32 may not hold it
         x = x.to(tl.float32)
     return tl.abs(x) < float("inf")
 
 
 @triton.jit
 def _normalise(x_ptr, out_ptr, D, S, eps, TINY, LAYERNORM: tl.constexpr, NORM: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Normalise a row `[D]` of x, whose rows lie `S` apart. A row that was not finite becomes NaN, one that cannot be
-    normalised infinite.
-    """
+    """Normalise a row `[D]` (stride `S`): NaN if not finite, infinite if impossible."""
     row = tl.program_id(0).to(tl.int64)
     d = tl.arange(0, BLOCK_D)
     read = tl.load(x_ptr + row * S + d, mask=d < D, other=0.0)
@@ -254,24 +245,24 @@ def _normalise(x_ptr, out_ptr, D, S, eps, TINY, LAYERNORM: tl.constexpr, NORM: t
     if LAYERNORM:
         x = tl.where(d < D, x - tl.sum(x, axis=0) / D, 0.0)
     if NORM:
-        odd = odd | tl.sum(odd, axis=0)  # one value that is not finite and the row is none
+        odd = odd | tl.sum(odd, axis=0)  # one bad value spoils the row
         square = tl.sum(x * x, axis=0) / D + eps
-        sound = ((square >= TINY) & (square < float("inf"))).to(tl.int32)  # as in probemon.core.inputs
+        sound = ((square >= TINY) & (square < float("inf"))).to(tl.int32)
         scale = 1.0 / tl.sqrt(tl.where(sound > 0, square, 1.0))
     value = tl.where(sound > 0, x * scale, float("inf"))
     tl.store(out_ptr + row * D + d, tl.where(odd > 0, float("nan"), value), mask=d < D)
 
 
 def normalise_triton(hidden: Tensor, norm: str, eps: float, dtype: torch.dtype) -> Tensor:
-    """Do what `prepare_input` does, in sums whose order does not depend on the number of rows, as that of torch's does.
+    """As `prepare_input`, with sums whose order does not depend on the number of rows.
 
-    Values that were not finite become NaN, and those that fp32 cannot normalise or `dtype` cannot hold, infinite.
+    Values that were not finite become NaN; those that cannot be normalised or held by `dtype`, infinite.
     """
     check_states(hidden)
     check_norm(norm, ("none", "layernorm", "rmsnorm"), "kernels/triton_pairs.py")
     n, d = hidden.shape
     hidden = hidden if hidden.stride(1) == 1 else hidden.contiguous()
-    # Triton's interpreter rounds to bf16 in its own way.
+    # The interpreter rounds to bf16 differently.
     stored = torch.float32 if INTERPRETED else dtype
     out, block = torch.empty(n, d, dtype=stored, device=hidden.device), triton.next_power_of_2(d)
     if n:
@@ -293,12 +284,12 @@ def normalise_triton(hidden: Tensor, norm: str, eps: float, dtype: torch.dtype) 
 
 
 def block_sizes(d: int) -> int:
-    """Return how much of D a tile of 16 rows takes: 4,096 values, 32 registers of each of 128 threads."""
+    """Return a tile's width: 16 rows are 32 registers of 128 threads."""
     return min(triton.next_power_of_2(d), 256)
 
 
 def layered_meta(h1: int, h2: int, d: int, n_layers: int, scaled: bool, logits: bool = False) -> dict[str, Any]:
-    """Return the compile-time sizes of `_layered`."""
+    """Compile-time sizes of `_layered`."""
     return {
         "LAYERS": n_layers, "SCALED": scaled, "BLOCK_D": block_sizes(d), "ROWS": ROWS,
         "BLOCK_H2": triton.next_power_of_2(max(h2, 1)),
@@ -307,36 +298,33 @@ def layered_meta(h1: int, h2: int, d: int, n_layers: int, scaled: bool, logits: 
 
 
 def score_triton(hidden: Tensor, weights: Mapping[str, Tensor], rows: Tensor, slots: Tensor) -> Tensor:
-    """Return scores [M] fp32; hidden [N, D] in the pack's dtype, rows [M], slots [M], all on one device."""
+    """Return scores [M] fp32; hidden [N, D] in the pack's dtype, rows [M], slots [M], on one device."""
     return _of_pairs(hidden, weights, rows, slots, logits=False)
 
 
 def logits_triton(hidden: Tensor, weights: Mapping[str, Tensor], rows: Tensor, slots: Tensor) -> Tensor:
-    """Return logits [M] fp32 of the same."""
+    """Return logits [M] fp32; arguments as `score_triton`."""
     return _of_pairs(hidden, weights, rows, slots, logits=True)
 
 
 def _of_pairs(hidden: Tensor, weights: Mapping[str, Tensor], rows: Tensor, slots: Tensor, *, logits: bool) -> Tensor:
     check_pairs(hidden, weights, rows, slots)
     out = torch.empty(len(slots), dtype=torch.float32, device=hidden.device)
-    # np.nonzero gives strided pairs.
     x, rows, slots = aligned(hidden.contiguous()), rows.contiguous(), slots.contiguous()
     order = None
     shares = "w3" in weights and len(slots) >= MANY and len(hidden) >= GROUP
-    if shares:  # pairs of one probe lie side by side
+    if shares:
         slots, order = torch.sort(slots, stable=True)
         rows = rows[order]
-    with torch.cuda.device_of(hidden):  # Triton launches on the current device
+    with torch.cuda.device_of(hidden):
         for at in range(0, len(slots), _MOST_PAIRS):
-            some = slice(at, at + _MOST_PAIRS)
-            _score(x, weights, rows[some], slots[some], out[some], shares, logits)
+            chunk = slice(at, at + _MOST_PAIRS)
+            _score(x, weights, rows[chunk], slots[chunk], out[chunk], shares, logits)
     return out if order is None else torch.empty_like(out).index_copy_(0, order, out)
 
 
 def aligned(x: Tensor) -> Tensor:
-    """Return contiguous states so that they begin at 16 bytes: Triton compiles other code for others, which may add in
-    another order.
-    """
+    """Return contiguous states aligned to 16 bytes: Triton specialises on alignment, which may change sums."""
     return x if x.data_ptr() % 16 == 0 else x.clone()
 
 
@@ -380,18 +368,16 @@ def _score(
 
 
 def arguments_of(weights: Mapping[str, Tensor]) -> list[Tensor]:
-    """Return weight, scale and bias of the three layers; the first bias, unread, stands for those that are missing."""
+    """Return weight, scale and bias of three layers; `b1` replaces missing ones."""
     return [weights.get(name, weights["b1"]) for i in (1, 2, 3) for name in (f"w{i}", f"w{i}_scale", f"b{i}")]
 
 
 def _arrived(n: int, device: torch.device) -> Tensor:
-    """Return zeros for `n` pairs, which the launches of a stream share: they are zeros again after each. A graph has
-    its own, since graphs may be replayed on any stream.
-    """
+    """Return zeros for `n` pairs, which launches reset; shared in a stream, not by graphs."""
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         spare = _SPARE.get(device)
         if spare is None or len(spare) < n:
-            return torch.zeros(n, dtype=torch.int32, device=device)  # set to zero by the graph
+            return torch.zeros(n, dtype=torch.int32, device=device)  # zeroed by the graph
         _SPARE[device] = spare[n:]
         return spare[:n]
     stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0

@@ -1,10 +1,4 @@
-"""Softmax groups on a GPU: the share of each logit in the softmax over the members of its group.
-
-    scores = softmax_triton(logits, starts, device)          # of pairs, group by group
-
-Sums run in fp64 over a group's members in their order, one after another, so a share has the same bits wherever it is
-computed: here, and within a descent on the device (`triton_cascade`).
-"""
+"""Triton kernel for softmax groups. Sums run in fp64 over members in order, for the bits of `triton_cascade`."""
 
 # mypy: disable-error-code="untyped-decorator,no-untyped-def"
 from __future__ import annotations
@@ -19,14 +13,12 @@ import triton.language as tl
 from probemon.core.softmax_groups import Floats, Ints
 from probemon.engine.kernels.triton_pairs import OPTIONS
 
-_BLOCK = 64  # pairs of a program
+_BLOCK = 64
 
 
 @triton.jit
 def share_of(z, z_ptr, members_idx, first, last, inside, MOST, BLOCK: tl.constexpr):
-    """Return the shares of logits `z [BLOCK]` among those at `z_ptr + members_idx[first:last]`, `MOST` at most; of what
-    has no members, 1.
-    """
+    """Return shares of `z [BLOCK]` among logits at `z_ptr + members_idx[first:last]`, at most `MOST`; 1 if empty."""
     grouped = inside & (first < last)
     top = tl.full((BLOCK,), float("-inf"), dtype=tl.float64)
     for e in range(0, MOST):
@@ -47,7 +39,6 @@ def share_of(z, z_ptr, members_idx, first, last, inside, MOST, BLOCK: tl.constex
 
 @triton.jit
 def _shares(z_ptr, members_idx, first_ptr, last_ptr, out_ptr, M, MOST, BLOCK: tl.constexpr):
-    """Compute the shares of M logits, each among those of its segment."""
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = i < M
     z = tl.load(z_ptr + i, mask=inside, other=0.0)
@@ -56,14 +47,14 @@ def _shares(z_ptr, members_idx, first_ptr, last_ptr, out_ptr, M, MOST, BLOCK: tl
 
 
 def softmax_triton(logits: Floats, starts: Ints, device: torch.device) -> Floats:
-    """Return the softmax [M] fp32 of logits [M] on the host over segments, which begin at `starts`."""
+    """Return the softmax [M] fp32 of logits [M] in host memory over segments from `starts`."""
     sizes = np.diff(starts, append=len(logits))
 
     def put(values: Any) -> torch.Tensor:
         return torch.from_numpy(np.ascontiguousarray(values, dtype=np.int32)).to(device)
 
     z, out = torch.from_numpy(logits).to(device), torch.empty(len(logits), dtype=torch.float32, device=device)
-    with torch.cuda.device_of(z):  # Triton launches on the current device
+    with torch.cuda.device_of(z):
         _shares[(triton.cdiv(len(logits), _BLOCK),)](
             z, put(np.arange(len(logits))), put(np.repeat(starts, sizes)), put(np.repeat(starts + sizes, sizes)), out,
             len(logits), int(sizes.max(initial=0)), BLOCK=_BLOCK, **OPTIONS,

@@ -1,13 +1,12 @@
-"""An arena holds probe weights on the device, one slot a probe.
+"""An arena holds probe weights on the device, one slot per probe.
 
-    arena = ResidentArena(pack.weights, device, pack.check_finite)      # slot = probe, nothing is ever loaded again
+    arena = ResidentArena(pack.weights, device, pack.check_finite)      # slot = probe
     arena = PagedArena(store, like=pack.weights, n_slots=64, device=device)
     arena.pin(base)
-    for at, slots in arena.waves(probes):                               # probes[at] lie in arena.weights at `slots`
+    for at, slots in arena.waves(probes):                               # probes[at] are in arena.weights at `slots`
         score_probes(hidden, arena.weights, rows[at], slots, impl=impl)
 
-A wave is as many probes as fit at once: all, in a resident arena. Slots of a wave stay as they are until the next one
-is asked for. Which arena holds the weights never changes a score.
+A wave is as many probes as fit; its slots are valid until the next one.
 """
 
 from __future__ import annotations
@@ -30,15 +29,13 @@ from probemon.engine.memory.uploads import Upload, upload_to
 from probemon.errors import ArenaFull, PackCorrupt, ProbeLoadError
 from probemon.util.checks import check_count
 
-HALF_LIFE = 20  # waves, about a token each
-UNUSED = 0.1  # worth of a probe that was used once, more than 66 waves ago
+HALF_LIFE = 20  # waves, about one per token
+UNUSED = 0.1  # worth of a probe used once, over 66 waves ago
 
 
 @dataclass(frozen=True)
 class ArenaStats:
-    """Counts slots now, and events since the arena was made. `late`: asked for and not there, where nobody waits;
-    `fetched`: loaded in the background.
-    """
+    """Slots, and counts of events. `late`: not resident when needed; `fetched`: loaded in the background."""
 
     n_slots: int
     n_free: int
@@ -52,35 +49,33 @@ class ArenaStats:
 
 
 class Arena(Protocol):
-    """Has `weights`: stacked tensors by parameter, `[n_slots, ...]`. Hold `lock` while slots of a wave are read."""
+    """`weights`: stacked tensors, `[n_slots, ...]`. Hold `lock` while reading a wave's slots."""
 
     weights: Mapping[str, Tensor]
     lock: AbstractContextManager[Any]
 
     def waves(self, probes: Ints) -> Iterator[tuple[Ints, Ints]]:
-        """Yield positions in `probes` (distinct) and their slots by waves. Raises `ProbeLoadError`, `ArenaFull`."""
+        """Yield positions in `probes` (distinct) and slots. Raises `ProbeLoadError`, `ArenaFull`."""
 
     def pin(self, probes: Sequence[int] | Ints) -> None:
-        """Load these and never evict them until as many `unpin`. All or nothing."""
+        """Load these and keep them until as many `unpin`. All or nothing."""
 
     def unpin(self, probes: Sequence[int] | Ints) -> None:
-        """Take one `pin` back."""
+        """Undo one `pin`."""
 
     def stats(self) -> ArenaStats:
         """Return a snapshot."""
 
     def check_integrity(self) -> None:
-        """Raise `AssertionError` unless every slot holds what the arena believes it holds."""
+        """Raise `AssertionError` if a slot holds wrong weights."""
 
 
 class ResidentArena:
-    """Holds whole packs, slot = probe: on a CPU the pack's own weights, in memory or mapped; on a GPU one upload.
+    """Holds whole packs, slot = probe: on a CPU the pack's own weights, on a GPU a copy.
 
-    `weights`: of a pack, or of several of one architecture, which the arena copies one after another.
-    `device`: where they lie.
-    `check(probes)`: raises where a weight is not finite. Each probe is checked when it is first used (`checked [P]`).
-    `unchanged()`: raises where a file that weights are mapped from was written to. It is called each time before
-    they are read, and after they were read without asking for a wave.
+    `weights`: of a pack, or of several, to be copied.
+    `check(probes)`: raises if weights are not finite; called before first use (`checked [P]`).
+    `unchanged()`: raises if a mapped file was modified; called before reads, and after those without a wave.
     """
 
     def __init__(
@@ -96,10 +91,10 @@ class ResidentArena:
             if len(self._sources) == 1
             else _stacked(self._sources, device)
         )
-        self.lock: AbstractContextManager[Any] = nullcontext()  # no slot ever changes hands
+        self.lock: AbstractContextManager[Any] = nullcontext()
         self._check = check
         if unchanged is not None:
-            unchanged()  # what was copied was whole
+            unchanged()
         in_place = all(tensor is self._sources[0][name] for name, tensor in self.weights.items())
         self._unchanged = unchanged if in_place else None
         self._n = len(self.weights["w1"])
@@ -116,24 +111,24 @@ class ResidentArena:
 
     @property
     def is_mapped(self) -> bool:
-        """Whether weights are read where a file is mapped, from a disk if need be."""
+        """True if weights are read from a mapped file."""
         return self._unchanged is not None
 
     def used(self, n: int) -> None:
-        """Count so many slots as read without a wave. Raises `PackChanged` where they may not be what they were."""
+        """Count slots read without a wave. Raises `PackChanged`."""
         if self._unchanged is not None:
             self._unchanged()
         self._hits += n
 
     @property
     def checked(self) -> Any:
-        """Which probes were checked, `[P]` bool. Whoever asks is about to read weights, so it raises `PackChanged`."""
+        """Which probes were checked, `[P]` bool; call before reading. Raises `PackChanged`."""
         if self._unchanged is not None:
             self._unchanged()
         return self._checked
 
     def check(self, probes: Ints) -> None:
-        """Check the weights of probes before their first use. Raises `ProbeLoadError`."""
+        """Check weights before first use. Raises `ProbeLoadError`."""
         try:
             self._check(probes)
         except PackCorrupt as error:
@@ -161,11 +156,10 @@ class ResidentArena:
 
 
 class PagedArena:
-    """Holds `n_slots` probes of a store: the least used lately goes first, pinned ones and those in use never.
+    """Holds `n_slots` probes of a store; evicts the least used that are not pinned or in use.
 
-    A use counts half after `HALF_LIFE` waves (docs/decisions/engine.md). Slots are allocated once,
-    and empty ones are NaN (of int8 weights, the scales are): reading one by mistake cannot pass for a score. `like`:
-    the stacked weights of the pack, `[P, ...]`.
+    A use counts half after `HALF_LIFE` waves (docs/decisions/engine.md). Empty slots are NaN (int8: their scales), to
+    show misuse. `like`: stacked weights `[P, ...]`.
     """
 
     def __init__(
@@ -180,9 +174,9 @@ class PagedArena:
         n_slots = check_count("n_slots", n_slots, least=1, remedy="an arena has at least one slot")
         self.lock: AbstractContextManager[Any] = threading.RLock()
         self._store = store
-        self.locks = (self.lock, store.lock)  # in the order in which they are taken
+        self.locks = (self.lock, store.lock)  # in locking order
         self._n_slots = n_slots
-        with torch.inference_mode(False):  # else slots could not be filled outside of that mode
+        with torch.inference_mode(False):  # else not writable outside inference mode
             self.weights: Mapping[str, Tensor] = {
                 name: torch.full(
                     (n_slots, *t.shape[1:]), math.nan if t.is_floating_point() else 0, dtype=t.dtype, device=device
@@ -201,7 +195,7 @@ class PagedArena:
     def waves(self, probes: Ints) -> Iterator[tuple[Ints, Ints]]:
         probes = np.asarray(probes, dtype=np.int64)
         held, missing = np.flatnonzero(self._slot_of[probes] >= 0), np.flatnonzero(self._slot_of[probes] < 0)
-        # What is held comes first, so that a wave never loads what the last one has evicted.
+        # Resident probes first, so no wave reloads what an earlier one evicted.
         self._hits += len(held)
         room = self._n_slots - len(self._pins.keys() | set(probes[held].tolist()))
         first, rest = np.concatenate([held, missing[:room]]), missing[room:]
@@ -224,7 +218,7 @@ class PagedArena:
             raise ArenaFull(f"{needed} probes to pin, {self._n_slots} slots: raise arena_bytes")
         with self.lock:
             self._make_resident(np.asarray(wanted, dtype=np.int64))
-            self._upload.wait()  # readers may be on another stream
+            self._upload.wait()  # for readers on other streams
             self._pins.update(wanted)
 
     def unpin(self, probes: Sequence[int] | Ints) -> None:
@@ -233,7 +227,7 @@ class PagedArena:
 
     def _make_resident(self, probes: Ints) -> Ints:
         missing = probes[self._slot_of[probes] < 0].tolist()
-        loaded = self._load(missing)  # before anything is evicted: it may raise
+        loaded = self._load(missing)  # may raise: before evictions
         if len(missing) > len(self._free):
             self._evict(len(missing) - len(self._free), probes)
         self._use(probes)
@@ -257,7 +251,6 @@ class PagedArena:
         self._used_at[probes] = self._now
 
     def _fill(self, probes: Sequence[int], loaded: Mapping[int, StateDict]) -> None:
-        """Put probes into free slots."""
         slots = [self._free.pop() for _ in probes]
         try:
             self._upload([loaded[probe] for probe in probes], slots)
@@ -270,7 +263,7 @@ class PagedArena:
     # -- in the background -----------------------------------------------------------------------
 
     def held(self, probes: Ints) -> Ints:
-        """Return slots `[n]` of distinct probes, -1 for those not held; load none. Hold `lock` while they are read."""
+        """Return slots `[n]` of distinct probes, -1 if not resident. Hold `lock` while reading them."""
         slots = self._slot_of[probes]
         present = slots >= 0
         self._hits += int(present.sum())
@@ -279,16 +272,15 @@ class PagedArena:
         return slots
 
     def fetch(self, probes: Sequence[int], *, prefetched: bool = False) -> None:
-        """Load missing probes, as far as unpinned slots go; readers are held up only while slots change.
+        """Load missing probes into unpinned slots; readers wait only while slots change.
 
-        A `prefetched` probe takes a slot that is free or holds what nobody uses, and is the first to go; where there is
-        none, it is in RAM at least. Raises `ProbeLoadError`.
+        `prefetched`: only into free or unused slots, to be evicted first; else into RAM. Raises `ProbeLoadError`.
         """
         loaded = self._load([p for p in probes if self._slot_of[p] < 0])
         with self.lock:
-            nobody = np.empty(0, dtype=np.int64)  # readers of slots hold the lock
-            may_go, worth = self._evictable(nobody)
-            room = len(self._free) + int((worth < UNUSED).sum() if prefetched else len(may_go))
+            nobody = np.empty(0, dtype=np.int64)
+            candidates, worth = self._evictable(nobody)
+            room = len(self._free) + int((worth < UNUSED).sum() if prefetched else len(candidates))
             missing = np.asarray([p for p in loaded if self._slot_of[p] < 0][:room], dtype=np.int64)
             if len(missing) > len(self._free):
                 self._evict(len(missing) - len(self._free), nobody)
@@ -302,23 +294,22 @@ class PagedArena:
             self._fetched += len(missing)
 
     def _evict(self, n: int, in_use: Ints) -> None:
-        """Free the slots of the `n` probes of least worth that may go, ties to the lower id."""
-        may_go, worth = self._evictable(in_use)
-        if len(may_go) < n:
+        """Evict the `n` least used probes, ties to the lower id."""
+        candidates, worth = self._evictable(in_use)
+        if len(candidates) < n:
             raise ArenaFull(
-                f"{self._n_slots} slots, {len(self._pins)} pinned, {len(may_go)} evictable, {n} needed: raise"
+                f"{self._n_slots} slots, {len(self._pins)} pinned, {len(candidates)} evictable, {n} needed: raise"
                 " arena_bytes or lower max_loaded_probes"
             )
-        for probe in may_go[np.lexsort((may_go, worth))[:n]].tolist():
+        for probe in candidates[np.lexsort((candidates, worth))[:n]].tolist():
             self._free.append(int(self._slot_of[probe]))
             self._slot_of[probe] = -1
             self._evictions += 1
 
     def _evictable(self, in_use: Ints) -> tuple[Ints, Any]:
-        """Return the probes that may go, and what they are worth now."""
         held = np.flatnonzero(self._slot_of >= 0)
-        may_go = held[~np.isin(held, in_use) & ~np.isin(held, list(self._pins))]
-        return may_go, self._worth[may_go] * 0.5 ** ((self._now - self._used_at[may_go]) / HALF_LIFE)
+        candidates = held[~np.isin(held, in_use) & ~np.isin(held, list(self._pins))]
+        return candidates, self._worth[candidates] * 0.5 ** ((self._now - self._used_at[candidates]) / HALF_LIFE)
 
     def stats(self) -> ArenaStats:
         counts = self._hits, self._misses, self._evictions, self._uploaded, self._late, self._fetched
@@ -337,9 +328,8 @@ class PagedArena:
 
 
 def _stacked(sources: Sequence[Mapping[str, Tensor]], device: torch.device) -> dict[str, Tensor]:
-    """Stack weights on the device, one after another: each is copied once, to its place."""
     n = sum(len(source["w1"]) for source in sources)
-    with torch.inference_mode(False):  # else they could not be filled outside of that mode
+    with torch.inference_mode(False):
         stacked = {name: torch.empty((n, *t.shape[1:]), dtype=t.dtype, device=device) for name, t in sources[0].items()}
     first = 0
     for source in sources:

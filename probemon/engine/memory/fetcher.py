@@ -1,11 +1,10 @@
-"""Fetcher loads probes in a thread of its own, while the host model goes on.
+"""Fetcher loads probes in a background thread.
 
     fetcher = Fetcher(arena.fetch, [arena.lock])
-    fetcher.ask([3, 4, 5])          # at once; what is asked for meanwhile is loaded in one go
-    fetcher.wait()                  # for all that was asked for
+    fetcher.ask([3, 4, 5])          # does not wait
+    fetcher.wait()                  # until all are loaded
 
-A process may fork meanwhile. The child has no thread but the one that forked, so a fetcher begins anew there. A lock
-that another thread held would never be released in it, so forking waits until nothing is being loaded.
+A fork waits until nothing is being loaded: the child could not release another thread's lock. It gets a new thread.
 """
 
 from __future__ import annotations
@@ -20,11 +19,11 @@ from typing import Any
 
 _FETCHERS: weakref.WeakSet[Fetcher] = weakref.WeakSet()
 _MAKING = threading.Lock()
-_FORKING = ExitStack()  # what is held while the process forks
+_FORKING = ExitStack()
 
 
 class Fetcher:
-    """Calls `fetch(probes)` in a thread, and keeps its error. `locks`: those that `fetch` and readers take."""
+    """Calls `fetch(probes)` in a thread. `locks`: taken by `fetch` and readers."""
 
     def __init__(self, fetch: Callable[[list[int]], None], locks: Sequence[Any] = ()) -> None:
         self._fetch, self._locks = fetch, locks
@@ -40,7 +39,7 @@ class Fetcher:
         self._running: Future[None] | None = None
 
     def ask(self, probes: Iterable[int]) -> None:
-        """Ask for these, in this order, after what is wanted already."""
+        """Request these after earlier requests."""
         with self._lock:
             self._wanted.update(dict.fromkeys(probes))
             if self._wanted and (self._running is None or self._running.done()):
@@ -56,31 +55,30 @@ class Fetcher:
                     wanted, self._wanted = list(self._wanted), {}
                 try:
                     self._fetch(wanted)
-                except Exception as error:  # whatever it is, a step must not go on as if its weights were coming
+                except Exception as error:  # any: a step must not go on as if its weights were coming
                     self._error = error
 
     def take_error(self) -> Exception | None:
-        """Return the error of a load in the background, once."""
+        """Return and clear the background error."""
         error, self._error = self._error, None
         return error
 
     def raise_error(self) -> None:
-        """Raise the error of a load in the background, once."""
+        """Raise and clear the background error."""
         if (error := self.take_error()) is not None:
             raise error
 
     def wait(self) -> None:
-        """Wait until all that was asked for is loaded."""
-        self.ask(())  # what was wanted when the process forked
+        """Wait until everything is loaded."""
+        self.ask(())  # requests from before a fork
         while (running := self._running) is not None:
             running.result()
 
 
 def _before_fork() -> None:
-    """Hold every lock, so that nothing is loaded and nobody reads slots."""
     _FORKING.enter_context(_MAKING)
     fetchers = list(_FETCHERS)
-    # Who loads takes the lock of the arena, so nobody may be loading when that is taken here.
+    # `_loading` first: loading takes the arena's lock.
     locks = (
         [fetcher._loading for fetcher in fetchers]
         + [lock for fetcher in fetchers for lock in fetcher._locks]

@@ -1,9 +1,7 @@
-"""A record holds all tensors of one probe side by side in bytes, so that a probe, or a run of siblings, is one copy.
+"""Records hold all tensors of one probe in adjacent bytes, so that a run of siblings is one copy.
 
-layout = Layout.of(pack.weights)
-slab = Slab(layout, 400, register=True)             # registered with the GPU: copies from it do not hold up the host
-first, *others = slab.take(20)                      # rows of the slab, neighbours if there is such a run
-record = Record(layout, first)                      # a state dict whose tensors are views of the row
+slab = Slab(Layout.of(pack.weights), 400, register=True)     # registered with the GPU: asynchronous copies
+first, *others = slab.take(20)                               # rows, adjacent if possible
 """
 
 from __future__ import annotations
@@ -20,12 +18,12 @@ from torch import Tensor
 
 from probemon.errors import ConfigError
 
-_ALIGNED = 256  # bytes: where a GPU likes rows to begin
+_ALIGNED = 256
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Says where each tensor of a probe lies in its record: `parts` are (name, shape, dtype, first byte)."""
+    """Places of a probe's tensors in a record: `parts` are (name, shape, dtype, first byte)."""
 
     parts: tuple[tuple[str, tuple[int, ...], torch.dtype, int], ...]
     n_bytes: int
@@ -40,7 +38,7 @@ class Layout:
         return cls(tuple(parts), -(-at // _ALIGNED) * _ALIGNED)
 
     def views(self, memory: Tensor) -> dict[str, Tensor]:
-        """View the tensors of one record `[n_bytes]`, or those of several `[n, n_bytes]`, stacked."""
+        """View the tensors of records `[n_bytes]` or `[n, n_bytes]` (stacked)."""
         tensors = {}
         for name, shape, dtype, at in self.parts:
             n = dtype.itemsize * torch.Size(shape).numel()
@@ -50,7 +48,7 @@ class Layout:
 
 
 class SlabRecord(dict[str, Tensor]):
-    """Maps names to tensors, as a state dict does, all of them views of `memory [n_bytes]`."""
+    """A state dict of views of `memory [n_bytes]`."""
 
     def __init__(self, layout: Layout, memory: Tensor) -> None:
         super().__init__(layout.views(memory))
@@ -58,7 +56,7 @@ class SlabRecord(dict[str, Tensor]):
 
     @classmethod
     def of(cls, layout: Layout, state: Mapping[str, Tensor], memory: Tensor | None = None) -> SlabRecord:
-        """Copy a state dict into `memory`, or into memory of its own."""
+        """Copy a state dict into `memory`, by default new."""
         record = cls(layout, torch.empty(layout.n_bytes, dtype=torch.uint8, device="cpu") if memory is None else memory)
         for name, tensor in record.items():
             tensor.copy_(state[name])
@@ -66,12 +64,12 @@ class SlabRecord(dict[str, Tensor]):
 
 
 class Slab:
-    """Gives out rows for records. `register`: pin them for a GPU as they are, not rounded up to a power of two."""
+    """Allocates rows for records. `register`: pin for a GPU (pin_memory rounds up to a power of two)."""
 
     def __init__(self, layout: Layout, n_records: int, *, register: bool) -> None:
         with torch.inference_mode(False):
             self._memory = torch.empty(n_records, layout.n_bytes, dtype=torch.uint8, device="cpu")
-        self._free = list(range(n_records))  # ascending
+        self._free = list(range(n_records))
         self._lock = threading.RLock()
         if register and n_records:
             error = torch.cuda.cudart().cudaHostRegister(self._memory.data_ptr(), self._memory.numel(), 0)  # type: ignore[no-untyped-call,unused-ignore]
@@ -83,10 +81,7 @@ class Slab:
             weakref.finalize(self, torch.cuda.cudart().cudaHostUnregister, self._memory.data_ptr())  # type: ignore[no-untyped-call,unused-ignore]
 
     def take(self, n: int) -> list[Tensor]:
-        """Give out at most `n` rows: the first run of neighbours that is long enough, or else the lowest free ones.
-
-        A row goes back when its tensor is gone.
-        """
+        """Return at most `n` rows: the first long enough run or the lowest. A row lives as long as its tensor."""
         with self._lock:
             free = self._free
             run = next((i for i in range(len(free) - n + 1) if n and free[i + n - 1] - free[i] == n - 1), 0)
@@ -102,12 +97,12 @@ class Slab:
 
     @property
     def n_free(self) -> int:
-        """How many rows nobody has."""
+        """Free rows."""
         return len(self._free)
 
 
 def runs_of(records: list[Tensor]) -> list[tuple[int, int]]:
-    """Return the places `[begin, end)` of records that follow one another in memory, so that they are one copy."""
+    """Return ranges `[begin, end)` of records adjacent in memory."""
     breaks = [
         i
         for i, (a, b) in enumerate(itertools.pairwise(records), start=1)

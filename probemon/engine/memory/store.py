@@ -1,11 +1,7 @@
-"""ProbeStore keeps probe state dicts in RAM, least recently used first out, within a bound of bytes.
+"""ProbeStore keeps probe state dicts in RAM, in an LRU cache of bounded bytes.
 
-    store = ProbeStore(PackSource(pack), max_bytes=64 << 20)
-    loaded = store.get_many([3, 4, 5])          # {3: {"w1": ..., "b1": ...}, ...}; one call, siblings as one slice
-    store.stats().misses
-
-A source knows how to load; the store knows what to keep. An entry is a copy of its own, so that evicting it frees its
-bytes.
+store = ProbeStore(PackSource(pack), max_bytes=64 << 20)
+loaded = store.get_many([3, 4, 5])          # {3: {"w1": ..., "b1": ...}, ...}
 """
 
 from __future__ import annotations
@@ -29,17 +25,16 @@ StateDict = dict[str, Tensor]
 
 
 class ProbeSource(Protocol):
-    """Where probes are loaded from."""
+    """Loads probes."""
 
     def load(self, probes: Sequence[int]) -> list[StateDict]:
-        """Return copies of distinct probes' weights, as asked. Raises `ProbeLoadError`, naming the concept."""
+        """Return copies of distinct probes' weights. Raises `ProbeLoadError` that names the concept."""
 
 
 class PackSource:
-    """Loads from the stacked tensors of an opened pack: a run of neighbours is one slice of each, or one read.
+    """Loads from an open pack, each run of neighbours in one read.
 
-    `n_registered`: copies are records in a slab of so many rows that is registered with the GPU, siblings next to one
-    another; when it is full, they lie in memory of their own.
+    `n_registered`: rows for the copies in a slab registered with the GPU; further copies have their own memory.
     """
 
     def __init__(self, pack: ProbePack, *, n_registered: int = 0) -> None:
@@ -48,7 +43,7 @@ class PackSource:
         self._slab = Slab(self._layout, n_registered, register=torch.cuda.is_available()) if n_registered else None
 
     def load(self, probes: Sequence[int]) -> list[StateDict]:
-        """Load as `ProbeSource`. Raises `PackChanged` where the pack's file was written to since it was opened."""
+        """As `ProbeSource`. Raises `PackChanged` if the file was modified."""
         at = np.asarray(probes, dtype=np.int64)
         order = np.argsort(at)
         runs = np.split(order, np.flatnonzero(np.diff(at[order]) != 1) + 1) if len(at) else []
@@ -63,37 +58,37 @@ class PackSource:
                 raise ProbeLoadError(str(error)) from error
             rows = {name: tensor.unbind(0) for name, tensor in stacked.items()}
             if self._slab is None:
-                for i, where in enumerate(run.tolist()):
-                    states[where] = {name: parts[i].clone() for name, parts in rows.items()}
+                for i, position in enumerate(run.tolist()):
+                    states[position] = {name: parts[i].clone() for name, parts in rows.items()}
                 continue
             memory = self._slab.take(len(run))
-            for i, where in enumerate(run.tolist()):
+            for i, position in enumerate(run.tolist()):
                 state = {name: parts[i] for name, parts in rows.items()}
-                states[where] = SlabRecord.of(self._layout, state, memory[i] if i < len(memory) else None)
+                states[position] = SlabRecord.of(self._layout, state, memory[i] if i < len(memory) else None)
         return [states[i] for i in range(len(at))]
 
 
 class JoinedSource:
-    """Loads from several sources, whose probes are numbered one source after another. `sizes`: how many each has."""
+    """Loads from several sources, numbered one after another. `sizes`: how many probes each has."""
 
     def __init__(self, sources: Sequence[ProbeSource], sizes: Sequence[int]) -> None:
         self._sources, self._ends = list(sources), np.cumsum(sizes)
 
     def load(self, probes: Sequence[int]) -> list[StateDict]:
-        """Load as `ProbeSource`, each source asked once."""
+        """As `ProbeSource`."""
         at = np.asarray(probes, dtype=np.int64)
-        of = np.searchsorted(self._ends, at, side="right")
+        source_of = np.searchsorted(self._ends, at, side="right")
         states: dict[int, StateDict] = {}
-        for which in np.unique(of).tolist():
-            places = np.flatnonzero(of == which)
-            first = int(self._ends[which - 1]) if which else 0
-            states.update(zip(places.tolist(), self._sources[which].load((at[places] - first).tolist()), strict=True))
+        for source in np.unique(source_of).tolist():
+            places = np.flatnonzero(source_of == source)
+            first = int(self._ends[source - 1]) if source else 0
+            states.update(zip(places.tolist(), self._sources[source].load((at[places] - first).tolist()), strict=True))
         return [states[i] for i in range(len(at))]
 
 
 @dataclass(frozen=True)
 class StoreStats:
-    """Counts since the store was made, and says what it holds now."""
+    """Counts of events, and current contents."""
 
     hits: int
     misses: int
@@ -117,7 +112,7 @@ class _CountingLRU(cachetools.LRUCache[int, StateDict]):
 
 
 class ProbeStore:
-    """Keeps what it loaded from a source, up to `max_bytes`; safe to share between threads."""
+    """Caches a source's probes, up to `max_bytes`; thread-safe."""
 
     def __init__(self, source: ProbeSource, *, max_bytes: int) -> None:
         max_bytes = check_count("max_bytes", max_bytes, remedy="give 0 (keep nothing) or more")
@@ -127,7 +122,7 @@ class ProbeStore:
         self._hits = self._misses = 0
 
     def get_many(self, probes: Sequence[int]) -> dict[int, StateDict]:
-        """Return state dicts by probe. One call of the source loads all that are missing; if it fails, none is kept."""
+        """Return state dicts by probe, loading missing ones in one call; if it fails, none is cached."""
         wanted = list(dict.fromkeys(int(p) for p in probes))
         with self.lock:
             states = {p: self._cache[p] for p in wanted if p in self._cache}
@@ -148,7 +143,7 @@ class ProbeStore:
             return StoreStats(self._hits, self._misses, cache.evictions, len(cache), int(cache.currsize))
 
     def check_integrity(self) -> None:
-        """Raise `AssertionError` unless the bytes counted are the bytes held and within the bound."""
+        """Raise `AssertionError` if bytes are miscounted."""
         with self.lock:
             cache, held = self._cache, sum(_bytes_of(state) for state in self._cache.values())
             assert held == cache.currsize <= cache.maxsize, (held, cache.currsize, cache.maxsize)

@@ -1,12 +1,11 @@
-"""An upload puts probes from RAM into slots of an arena.
+"""Uploads copy probes from RAM into slots of an arena.
 
     upload = upload_to(weights, device)
-    upload(states, slots)          # what is enqueued on the calling thread's stream from here on reads them there
-    upload.wait()                  # they are there, whoever reads
+    upload(states, slots)          # for later work on the calling thread's stream
+    upload.wait()                  # for any stream
 
-On a CPU that is a copy. On a GPU each run of neighbours in RAM is one asynchronous copy, on a stream of its own, into a
-staging area, from which one kernel for each parameter spreads them over their slots. The reading stream waits on the
-device, not on the host.
+On a GPU, each run of neighbours in RAM is one asynchronous copy to a staging area on another stream; one kernel per
+parameter scatters them. The reading stream waits on the device.
 """
 
 from __future__ import annotations
@@ -31,23 +30,21 @@ class Upload(Protocol):
         """Enqueue `states[i]` into slot `slots[i]`."""
 
     def wait(self) -> None:
-        """Wait on the host until all that was enqueued has arrived."""
+        """Block the CPU until everything has arrived."""
 
     def on_background_stream(self) -> AbstractContextManager[Any]:
-        """Enqueue what the block uploads so that neither it nor the reading stream waits for the other.
-
-        It is for a background thread, which waits itself. It holds the arena's lock, as readers do until they have what
-        they read, so no slot is being read.
+        """Upload without waiting for the reading stream, nor the reverse. For a background thread, which waits itself
+        and holds the arena's lock.
         """
 
 
 def upload_to(weights: Mapping[str, Tensor], device: torch.device) -> Upload:
-    """Choose what suits the device of an arena's stacked weights."""
+    """Return the upload for a device."""
     return Staged(weights) if device.type == "cuda" else Direct(weights)
 
 
 class Direct:
-    """Copies tensor by tensor, at once."""
+    """Copies tensor by tensor, synchronously."""
 
     def __init__(self, weights: Mapping[str, Tensor]) -> None:
         self._weights = weights
@@ -58,14 +55,14 @@ class Direct:
                 self._weights[name][slot].copy_(tensor)
 
     def wait(self) -> None:
-        """Do nothing: nothing is ever under way."""
+        """Do nothing."""
 
     def on_background_stream(self) -> AbstractContextManager[Any]:
         return nullcontext()
 
 
 class Staged:
-    """Copies each run of neighbours in RAM, then runs a kernel a parameter. On a CPU (tests) it has no streams."""
+    """Copies each run of neighbours, then runs one kernel per parameter. On a CPU (tests) without streams."""
 
     def __init__(self, weights: Mapping[str, Tensor], n_staged: int = 64) -> None:
         self._weights, self._layout = weights, Layout.of(weights)
@@ -75,7 +72,7 @@ class Staged:
                 min(n_staged, len(weights["w1"])), self._layout.n_bytes, dtype=torch.uint8, device=device
             )
         self._side, self._background = (torch.cuda.Stream(device) if device.type == "cuda" else None for _ in range(2))
-        self._pending: deque[tuple[Any, object]] = deque()  # events, and the RAM that must stay as it is until then
+        self._pending: deque[tuple[Any, object]] = deque()  # events, and the RAM that they guard
         self.n_copies = 0
 
     def __call__(self, states: Sequence[StateDict], slots: Sequence[int]) -> None:
@@ -89,26 +86,26 @@ class Staged:
         records = [state if isinstance(state, SlabRecord) else SlabRecord.of(self._layout, state) for state in states]
         order = sorted(range(len(records)), key=lambda i: records[i].memory.data_ptr())
         memory = [records[i].memory for i in order]
-        where = torch.tensor([slots[i] for i in order], device="cpu")
+        slot_index = torch.tensor([slots[i] for i in order], device="cpu")
         if self._side is None:
-            self._enqueue(memory, where)
+            self._enqueue(memory, slot_index)
             return
         reading = torch.cuda.current_stream(self._side.device)
-        self._side.wait_stream(reading)  # until that has read what lay in the slots
-        where = where.pin_memory()
+        self._side.wait_stream(reading)  # has read the old contents
+        slot_index = slot_index.pin_memory()
         with torch.cuda.stream(self._side):
-            self._enqueue(memory, where)
+            self._enqueue(memory, slot_index)
             copied = torch.cuda.Event()
             copied.record()
         reading.wait_event(copied)
-        self._pending.append((copied, (records, where)))
+        self._pending.append((copied, (records, slot_index)))
 
-    def _enqueue(self, memory: list[Tensor], where: Tensor) -> None:
+    def _enqueue(self, memory: list[Tensor], slot_index: Tensor) -> None:
         for begin, end in runs_of(memory):
             rows = torch.as_strided(memory[begin], (end - begin, len(memory[begin])), (len(memory[begin]), 1))
             self._staging[begin:end].copy_(rows, non_blocking=True)
             self.n_copies += 1
-        at = where.to(self._staging.device, non_blocking=True)
+        at = slot_index.to(self._staging.device, non_blocking=True)
         for name, tensor in self._layout.views(self._staging[: len(memory)]).items():
             self._weights[name].index_copy_(0, at, tensor)
 

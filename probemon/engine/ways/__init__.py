@@ -1,8 +1,8 @@
-"""Each way of descending one pack is a class; every `evaluate(...)` gives the same outcome, bit for bit.
+"""Ways to evaluate one pack, with bitwise equal outcomes.
 
-compiled.py    Compiled: all in one compiled call, where numba reads weights that lie in memory
-rounds.py      Rounds: round by round, pairs of state and probe asked of an arena; Exhaustive: all pairs at once
-on_device.py   OnDevice: all on a GPU, beside the host model
+compiled.py    Compiled: one compiled call (numba), for weights in memory
+rounds.py      Rounds: round by round through an arena; Exhaustive: all pairs at once
+on_device.py   OnDevice: on a GPU
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from probemon.engine.outcome import Outcome
 
 
 class Way(Protocol):
-    """Evaluates N states with one pack."""
+    """Evaluates N states."""
 
     def evaluate(self, plan: CascadePlan, inputs: Inputs, retained: Mask | None, keep: Ints) -> Outcome:
-        """Evaluate states that start from `retained` (None: memoryless); the states `keep` retain something."""
+        """Evaluate states from `retained` (None: memoryless); only the states `keep` get retained sets."""
 
     def requests(
         self, plan: CascadePlan, inputs: Inputs, retained: Mask | None, keep: Ints, late: Mask | None
     ) -> PairRequests[Outcome]:
-        """Evaluate, and yield the pairs of each round to be scored, so that several packs can go in step.
+        """Yield each round's pairs, so that several packs advance together; return the outcome.
 
-        Whoever scores them marks in `late` the pairs whose weights are not there.
+        The caller marks pairs without resident weights in `late`.
         """

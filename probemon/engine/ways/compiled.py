@@ -1,8 +1,4 @@
-"""Compiled descends in one compiled call, over weights that lie in memory where numba reads them.
-
-way = Compiled(pack, arena, block_of, outcomes)
-outcome = way.evaluate(plan, inputs, retained, keep)
-"""
+"""Compiled descends in one compiled call, over weights in memory."""
 
 from __future__ import annotations
 
@@ -28,14 +24,13 @@ from probemon.engine.outcome import Outcome, OutcomeMaker
 from probemon.errors import ConfigError
 from probemon.packs.pack import ProbePack
 
-# (state, probe) cells whose arrays a thread keeps: six bytes each, and 64 of the lists. The pages of longer lists are
-# touched only as far as there is something to list.
+# (state, probe) cells whose arrays a thread keeps: 6 bytes each, 64 in lists, whose unused pages stay untouched.
 _KEPT_CELLS, _KEPT_LISTS = 8 << 20, 256 << 10
 _NOTHING = np.empty(0, np.int64)
 
 
 class Compiled:
-    """Descends in compiled code, as a `Way`; with `everything` it scores every probe first, and searches the scores."""
+    """Descends in compiled code, as a `Way`; `everything`: scores every probe first."""
 
     def __init__(
         self, pack: ProbePack, arena: ResidentArena, block_of: Ints, outcomes: OutcomeMaker, *, everything: bool = False
@@ -46,25 +41,25 @@ class Compiled:
         self._net, self._all_checked = CompiledNet(arena.weights), False
 
     def evaluate(self, plan: CascadePlan, inputs: Inputs, retained: Mask | None, keep: Ints) -> Outcome:
-        found = self._descend(plan, inputs, retained)
-        # In fp64, as in `OutcomeMaker.is_small`: then no state is unseen.
+        result = self._descend(plan, inputs, retained)
+        # fp64, as in `OutcomeMaker.is_small`.
         is_small = inputs.most <= self._pack.lowest_input_limit < math.inf
-        if len(found.dropped_rows) or not is_small:
-            step = found.descent(self._pack.n_probes)
+        if len(result.dropped_rows) or not is_small:
+            step = result.descent(self._pack.n_probes)
             outcome = self._outcomes.of(plan, step, inputs.largest, retained, keep, everything=self._everything)
             self._arena.used(int(outcome.n_evaluated.sum()))
             return outcome
-        n_active = found.ptr[1:] if len(found.ptr) == 2 else found.ptr[1:] - found.ptr[:-1]
+        n_active = result.ptr[1:] if len(result.ptr) == 2 else result.ptr[1:] - result.ptr[:-1]
         most = plan.config.keep_top_k if plan.config.aggressive_pruning else self._pack.n_probes
-        kept = best(found.ptr, found.probes, found.values, plan.exempt, keep, most)
+        kept = best(result.ptr, result.probes, result.values, plan.exempt, keep, most)
         n_evaluated = np.full(len(inputs), self._pack.n_probes) if self._everything else n_active
-        self._arena.used(len(inputs) * self._pack.n_probes if self._everything else int(found.ptr[-1]))
+        self._arena.used(len(inputs) * self._pack.n_probes if self._everything else int(result.ptr[-1]))
         none = np.zeros(len(inputs), dtype=np.int64)
         return Outcome(
-            ptr=found.ptr,
-            probes=found.probes,
-            values=found.values,
-            fired=found.fired,
+            ptr=result.ptr,
+            probes=result.probes,
+            values=result.values,
+            fired=result.fired,
             n_active=n_active,
             n_dropped=none,
             n_evaluated=n_evaluated,
@@ -77,12 +72,12 @@ class Compiled:
     def requests(
         self, plan: CascadePlan, inputs: Inputs, retained: Mask | None, keep: Ints, late: Mask | None
     ) -> PairRequests[Outcome]:
-        yield from ()  # it asks for nothing
+        yield from ()
         return self.evaluate(plan, inputs, retained, keep)
 
     def _descend(self, plan: CascadePlan, inputs: Inputs, retained: Mask | None) -> FoundActive:
-        tree, checked = plan.tree, self._arena.checked  # asked before anything is read: the file may have been cut
-        found = self._net.descend(
+        tree, checked = plan.tree, self._arena.checked  # first: the file may have been truncated
+        result = self._net.descend(
             (tree.child_ptr, tree.child_idx, tree.parent_ptr, tree.parent_idx),
             tree.groups,
             self._block_of,
@@ -98,21 +93,19 @@ class Compiled:
             max_active=plan.config.max_loaded_probes,
             everything=self._everything,
         )
-        # Weights are checked when they are first used, before anybody is shown what came of them.
+        # Weights are checked at first use.
         if not self._all_checked:
-            used = np.arange(len(checked)) if self._everything else found.probes
+            used = np.arange(len(checked)) if self._everything else result.probes
             new = used[~checked[used]]
             if len(new):
                 self._arena.check(np.unique(new).astype(np.int64))
             self._all_checked = bool(checked.all())
-        return found
+        return result
 
 
 @dataclass(frozen=True)
 class FoundActive:
-    """Holds the active probes of N states, state by state: `ptr [N+1]`, ids, scores, which are over their alert
-    thresholds `[E]`; and which probes were dropped of which states `[F]`.
-    """
+    """Active probes of N states (`ptr [N+1]`; ids, scores, firing `[E]`), and dropped pairs `[F]`."""
 
     ptr: Ints
     probes: Ints
@@ -122,7 +115,6 @@ class FoundActive:
     dropped_probes: Ints
 
     def descent(self, n_probes: int) -> Descent:
-        """Return the same as sets of all probes."""
         n = len(self.ptr) - 1
         active, dropped = np.zeros((n, n_probes), dtype=bool), np.zeros((n, n_probes), dtype=bool)
         scores, rows = np.zeros((n, n_probes), dtype=np.float32), np.repeat(np.arange(n), np.diff(self.ptr))
@@ -132,11 +124,11 @@ class FoundActive:
 
 
 class CompiledNet:
-    """Calls compiled code over stacked weights on a CPU, which must stay alive."""
+    """Calls compiled code over stacked CPU weights, which must stay alive."""
 
     def __init__(self, weights: Mapping[str, Tensor]) -> None:
         self._views, self._work = views_of(weights), _Work()
-        self._net = tuple(self._views)  # which numba reads faster
+        self._net = tuple(self._views)  # a plain tuple is faster
 
     def descend(
         self, links: tuple[Array, Array, Array, Array], groups: SoftmaxGroups, input_of: Array, n_inputs: int,
@@ -145,12 +137,11 @@ class CompiledNet:
     ) -> FoundActive:  # fmt: skip
         """Descend for N states.
 
-        `links`: child_ptr, child_idx, parent_ptr, parent_idx of a hierarchy that was checked; `groups`: its softmax
-        groups, of which `start` has all members or none.
-        `input_of [P]`: the input that each probe reads, under `n_inputs`.
+        `links`: child_ptr, child_idx, parent_ptr, parent_idx of a checked hierarchy.
+        `groups`: `start` has all members of a softmax group or none.
+        `input_of [P]`: the input of each probe, below `n_inputs`.
         `hidden [I * N, D]`: the prepared states.
-        `start`: the probes that are always active.
-        `everything`: whether all probes are scored at once, and the scores searched.
+        `everything`: score all probes first.
         """
         shape, views = (n_states, len(input_of)), self._views
         check_states(hidden, views.d)
@@ -175,24 +166,22 @@ class CompiledNet:
                 path_rule, -1 if max_rounds is None else max_rounds, max_active, everything,
                 *work,
             ))  # fmt: skip
-        except BaseException:  # memory ran out: what it left in the arrays would be taken for active probes
+        except BaseException:  # left-over marks would pass for active probes
             self._work = _Work()
             raise
 
 
 class _Work(threading.local):
-    """Holds a thread's arrays of all probes, which a descent leaves as it found them: to make them anew for each token
-    would cost what there is, not what is evaluated.
-    """
+    """A thread's reusable arrays, which a descent leaves clear: allocating them would take time proportional to P."""
 
     def __init__(self) -> None:
         self._n_cells, self._flat = 0, _zeros(1, 0)
-        self._cells = _zeros(0, 0)  # the same, of the last shape
+        self._cells = _zeros(0, 0)  # views of the last shape
         self._lists = np.empty((8, 0), np.int64)
         self._marks = self._new_marks(0)
 
     def cells(self, n_states: int, n_probes: int) -> tuple[Array, Array, Array]:
-        """Return active, dropped and scores `[N, P]`, all zeros."""
+        """Active, dropped and scores `[N, P]`, zeros."""
         n = n_states * n_probes
         if n > _KEPT_CELLS:
             return _zeros(n_states, n_probes)
@@ -205,7 +194,7 @@ class _Work(threading.local):
         return self._cells
 
     def lists(self, n: int) -> Array:
-        """Return arrays in which n cells can be listed, `[8, n]` or longer."""
+        """Lists of cells, `[8, n]` or longer."""
         if n > _KEPT_LISTS:
             return np.empty((8, n), np.int64)
         if n > self._lists.shape[1]:
@@ -213,7 +202,7 @@ class _Work(threading.local):
         return self._lists
 
     def marks(self, n_probes: int) -> tuple[Array, Array, Array, Array]:
-        """Return three arrays `[P]` of marks, and the largest that were made `[2]`."""
+        """Three arrays of marks `[P]`, and the largest marks used `[2]`."""
         if len(self._marks[0]) != n_probes:
             self._marks = self._new_marks(n_probes)
         return self._marks

@@ -1,10 +1,4 @@
-"""OnDevice makes a step of few rows on a GPU, beside the host model, by `probemon.engine.device_steps`.
-
-way = OnDevice(pack, scores, outcomes)
-if way.fits(plan, retained):
-    step = way.begin(plan, make_inputs, hidden.values(), retained, keep)     # waits for nothing
-    outcome = step.wait()
-"""
+"""OnDevice makes a step of a few sequences on a GPU, alongside the model."""
 
 from __future__ import annotations
 
@@ -25,12 +19,12 @@ from probemon.engine.outcome import Outcome, OutcomeMaker
 from probemon.engine.pairs import PackScores
 from probemon.packs.pack import ProbePack
 
-_PLANS = 4  # of runs with rules of their own, ready on the device at once
+_PLANS = 4  # plans ready on the device at once
 
 
 @dataclass(frozen=True)
 class DeviceStep:
-    """Waits for a step that a device is at, and has what is needed to make an outcome of its results."""
+    """A step on a device."""
 
     way: OnDevice
     plan: CascadePlan
@@ -40,33 +34,33 @@ class DeviceStep:
     keep: Ints
 
     def wait(self) -> Outcome:
-        """Return the outcome, once it is there; call it once."""
+        """Return the outcome when ready; call it once."""
         return self.way.outcome(self.plan, self.inputs, self.results.wait(), self.retained, self.keep)
 
 
 class OnDevice:
-    """Descends, as a `Way`, on the device that holds all weights. Steps of several packs share the stream `side`."""
+    """Descends, as a `Way`, on the device that holds all weights. `side`: the stream of several packs."""
 
     def __init__(self, pack: ProbePack, scores: PackScores, outcomes: OutcomeMaker) -> None:
         self._pack, self._scores, self._outcomes = pack, scores, outcomes
         self.side: Any = None
-        self.n_overflowed = 0  # states that the device could not finish
+        self.n_overflowed = 0
         self._by_plan: dict[int, tuple[CascadePlan, DeviceSteps | None]] = {}
 
     def fits(self, plan: CascadePlan, retained: Mask | None) -> bool:
-        """Say whether this plan can have few enough active probes, and these retained sets have few enough."""
+        """True if the active probes and retained sets fit."""
         steps, n_kept = self.steps(plan), 0 if retained is None else int(retained.sum(axis=1).max(initial=0))
         return steps is not None and n_kept <= steps.cascade.n_kept
 
     def steps(self, plan: CascadePlan) -> DeviceSteps | None:
-        """Return the steps of a plan, which are made at its first use; None where it does not fit on the device."""
-        entry = self._by_plan.get(id(plan))  # the plan is kept with them, so that its id is its own
+        """Return a plan's steps, made at first use; None if it does not fit."""
+        entry = self._by_plan.get(id(plan))  # the entry keeps the plan, so its id is unique
         if entry is None:
             steps = None
             if DeviceCascade.fits(plan):
                 cascade = DeviceCascade(plan, self._scores.weights(), self._scores.block_of)
                 steps = DeviceSteps(cascade, self._pack.n_probes, self.side)
-            self._scores.check_weights()  # before their first use, whichever will be reached
+            self._scores.check_weights()
             if len(self._by_plan) >= _PLANS:
                 self._by_plan.pop(next(iter(self._by_plan)), None)
             entry = self._by_plan[id(plan)] = (plan, steps)
@@ -75,7 +69,7 @@ class OnDevice:
     def begin(
         self, plan: CascadePlan, make_inputs: Callable[[], Inputs], hidden: Iterable[Tensor], retained: Mask, keep: Ints
     ) -> DeviceStep:
-        """Begin a step of hidden states that the host model may still be computing; it waits for nothing."""
+        """Begin a step of hidden states that the model may still compute."""
         steps = self.steps(plan)
         assert steps is not None, "asked of a plan that does not fit"
         with steps.beside(*hidden):
@@ -90,18 +84,16 @@ class OnDevice:
     def requests(
         self, plan: CascadePlan, inputs: Inputs, retained: Mask | None, keep: Ints, late: Mask | None
     ) -> PairRequests[Outcome]:
-        yield from ()  # it asks for nothing
+        yield from ()
         return self.evaluate(plan, inputs, retained, keep)
 
     def outcome(self, plan: CascadePlan, inputs: Inputs, results: StepResults, retained: Mask, keep: Ints) -> Outcome:
-        """Make the outcome of a step's results. States that overflowed on the device are descended again, round by
-        round, and counted in `n_overflowed`.
-        """
+        """Make a step's outcome; descend overflowed states again."""
         n = len(inputs)
-        # The device found the largest values: `inputs.largest` would wait for the host model.
+        # `inputs.largest` would wait for the model.
         unseen = unseen_inputs(results.largest, n)
-        again = np.flatnonzero(results.overflowed & (unseen == SEEN))
-        if not unseen.any() and not len(again) and self._outcomes.is_small(results.largest):
+        redone = np.flatnonzero(results.overflowed & (unseen == SEEN))
+        if not unseen.any() and not len(redone) and self._outcomes.is_small(results.largest):
             ptr, probes, values = results.ptr, results.probes, results.values
             n_active, none = ptr[1:] - ptr[:-1], np.zeros(n, dtype=np.int64)
             fired, kept = self._outcomes.fired(probes, values), results.kept[keep]
@@ -122,11 +114,11 @@ class OnDevice:
         step = Descent(np.zeros(shape, dtype=bool), np.zeros(shape, dtype=bool), np.zeros(shape, dtype=np.float32))
         rows = np.repeat(np.arange(n), np.diff(results.ptr))
         step.active[rows, results.probes], step.scores[rows, results.probes] = True, results.values
-        if len(again):
-            self.n_overflowed += len(again)
+        if len(redone):
+            self.n_overflowed += len(redone)
             exact = answer(
-                descend_in_rounds(plan, len(again), retained[again]),
-                lambda rows, probes: self._scores.of(inputs, again[rows], probes),
+                descend_in_rounds(plan, len(redone), retained[redone]),
+                lambda rows, probes: self._scores.of(inputs, redone[rows], probes),
             )
-            step.active[again], step.dropped[again], step.scores[again] = exact.active, exact.dropped, exact.scores
+            step.active[redone], step.dropped[redone], step.scores[redone] = exact.active, exact.dropped, exact.scores
         return self._outcomes.of(plan, step, results.largest, retained, keep)

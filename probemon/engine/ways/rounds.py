@@ -1,8 +1,4 @@
-"""Rounds and Exhaustive descend by scores of pairs of state and probe, wherever an arena holds the probes.
-
-way = Rounds(pack, PackScores(pack, scorer), OutcomeMaker(pack, block_of))
-outcome = way.evaluate(plan, inputs, retained, keep)
-"""
+"""Rounds and Exhaustive score (state, probe) pairs through an arena."""
 
 from __future__ import annotations
 
@@ -20,7 +16,7 @@ from probemon.packs.pack import ProbePack
 
 
 class Rounds:
-    """Descends round by round, as a `Way`: the pairs that a round opens are scored at once."""
+    """Descends round by round, as a `Way`."""
 
     def __init__(self, pack: ProbePack, scores: PackScores, outcomes: OutcomeMaker) -> None:
         self._pack, self._scores, self._outcomes = pack, scores, outcomes
@@ -40,7 +36,6 @@ class Rounds:
         return outcome
 
     def _prefetch(self, plan: CascadePlan, outcome: Outcome) -> None:
-        """Fetch the children of those probes of the last state that nearly opened."""
         ptr = outcome.ptr
         last = slice(ptr[-2] if len(ptr) > 1 else 0, ptr[-1])
         probes = outcome.probes[last]
@@ -50,7 +45,7 @@ class Rounds:
 
 
 class Exhaustive:
-    """Scores every probe at once, as a `Way`, and applies the rule of the descent to the scores."""
+    """Scores every probe, as a `Way`, then applies the descent's rule."""
 
     def __init__(self, pack: ProbePack, scores: PackScores, outcomes: OutcomeMaker) -> None:
         self._pack, self._scores, self._outcomes = pack, scores, outcomes
@@ -63,19 +58,19 @@ class Exhaustive:
     def requests(
         self, plan: CascadePlan, inputs: Inputs, retained: Mask | None, keep: Ints, late: Mask | None
     ) -> PairRequests[Outcome]:
-        # It reads every probe: an arena holds all of them, and nothing is late.
+        # The arena holds every probe: nothing is late.
         step = apply_rule(plan, (yield from self.request_every_pair(inputs)), retained)
         return self._outcomes.of(plan, step, inputs.largest, retained, keep, everything=True)
 
     def everything(self, inputs: Inputs) -> Floats:
-        """Return scores `[N, P]` fp32 of every probe, by the pack's score rule; NaN where there is none."""
+        """Return all scores `[N, P]` fp32; NaN if there is none."""
         return answer(self.request_every_pair(inputs), lambda rows, probes: self._scores.of(inputs, rows, probes))
 
     def request_every_pair(self, inputs: Inputs) -> PairRequests[Floats]:
-        """Yield all pairs at once to be scored, and return the scores as `everything` does."""
+        """Yield all pairs at once; return the scores `[N, P]`."""
         n, p = len(inputs), self._pack.n_probes
         rows = np.zeros(p, dtype=np.int64) if n == 1 else np.repeat(np.arange(n), p)
         probes = self._every if n == 1 else np.tile(self._every, n)
-        own = (yield rows, probes).reshape(n, p)
-        own.reshape(-1)[self._outcomes.beyond(inputs.largest, n, rows, probes)] = np.nan
-        return self._pack.tree.times_best_parent(own) if follows_path(self._pack.score_rule) else own
+        scores = (yield rows, probes).reshape(n, p)
+        scores.reshape(-1)[self._outcomes.beyond(inputs.largest, n, rows, probes)] = np.nan
+        return self._pack.tree.times_best_parent(scores) if follows_path(self._pack.score_rule) else scores

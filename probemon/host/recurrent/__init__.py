@@ -1,1 +1,1 @@
-"""The recurrent layers of a host: where their steps and states are read, and the recurrence itself."""
+"""Recurrent layers of a model: steps, states, and the recurrence."""

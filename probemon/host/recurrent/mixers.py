@@ -1,14 +1,13 @@
-"""The selective state-space layers of a host: where their steps are read, and how what was read becomes decays.
+"""Selective state-space layers: steps, decays and updates.
 
-    stacks = find_stacks(model, states=False)       # layers of one kind and size together
+    stacks = find_stacks(model, states=False)       # layers of one kind and size
     for stack in stacks:
-        stack.sites                                 # for the Watcher; states [n, K] of accepted tokens
-        stack.steps(arrays)                         # Steps: dt and log decays [S, n, heads] of S layers
-    stack.updates(arrays, tail)                     # with states=True: what is added to the states, too
+        stack.sites                                 # values [n, K] of accepted tokens
+        stack.steps(arrays)                         # dt and log decays [S, n, heads] of S layers
+    stack.updates(arrays, tail)                     # with states=True
 
-Every kind projects its input once (`in_proj`) and convolves a part of that. Its `conv1d` and `dt_proj` are never called
-as modules, so hooks on them see nothing; what they make is made here again, of the projection of accepted tokens. Of
-one layer alone the S rows of an array may also be rows of a batch.
+Hooks on `conv1d` and `dt_proj` never run, so these are recomputed from `in_proj`'s output. For a single layer, S may be
+a batch.
 """
 
 from __future__ import annotations
@@ -23,17 +22,17 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad, softplus
 
-from probemon.errors import NotSupportedHost
+from probemon.errors import UnsupportedModel
 from probemon.host.internals import wrapped_by_adapter
 from probemon.host.model import find_layers, weights_in_memory
 from probemon.host.site import Site
 
-_MOST_CHANNELS = 64  # of a Mamba-1 layer, which has thousands, evenly spaced: of these the steps are told
+_MOST_CHANNELS = 64  # evenly spaced channels per Mamba-1 layer
 
 
 @dataclass(frozen=True)
 class Steps:
-    """Of n tokens in S layers: `dt` `[S, n, H]`, `log_decay` `[S, n, H]`, or `[S, n, H, N]` of Mamba-1."""
+    """`dt` `[S, n, H]`; `log_decay` `[S, n, H]`, in Mamba-1 `[S, n, H, N]`."""
 
     dt: Tensor
     log_decay: Tensor
@@ -41,10 +40,9 @@ class Steps:
 
 @dataclass(frozen=True)
 class Updates:
-    """What n tokens of one row do to the states of S layers.
+    """Changes of the states of S layers by n tokens.
 
-    `log_decay` broadcasts against `added` `[S, n, *state]`; `tail` is what the next tokens are convolved with, None
-    where these were convolved by somebody else.
+    `log_decay` broadcasts against `added` `[S, n, *state]`; `tail` is for the next tokens.
     """
 
     steps: Steps
@@ -54,31 +52,31 @@ class Updates:
 
 
 class Stack(Protocol):
-    """Layers of one kind and size. `limit`: the least and the largest step that they take in a prompt."""
+    """Layers of one kind and size. `limit`: bounds of steps in a prompt."""
 
     names: list[str]
     sites: list[Site]
     limit: tuple[float, float]
-    state_dims: tuple[int, ...]  # of `added`, over which a norm of a head's state is taken
+    state_dims: tuple[int, ...]  # dimensions of a head's state in `added`
 
     def steps(self, projected: Tensor) -> Steps:
-        """Return the steps of what the sites gave, `[S, n, K]`."""
+        """Return the steps of the sites' values `[S, n, K]`."""
         ...
 
     def updates(self, projected: Tensor, tail: Tensor | None) -> Updates:
-        """Return what n tokens of one row add, after the `tail` of those before; where the stack reads all of it."""
+        """Return updates after `tail`; needs `states=True`."""
         ...
 
 
 def find_stacks(model: Any, *, states: bool) -> list[Stack]:
-    """Return every state-space layer of a host, by kind and size. Raises `NotSupportedHost` where there is none."""
+    """Return the layers by kind and size. Raises `UnsupportedModel` if there are none."""
     groups: dict[tuple[Any, ...], list[tuple[int, nn.Module]]] = {}
     for layer, mixer in find_mixers(model):
         groups.setdefault((kind_of(mixer), tuple(mixer.A_log.shape), tuple(mixer.conv1d.weight.shape)), []).append(
             (layer, mixer)
         )
     if not groups:
-        raise NotSupportedHost(
+        raise UnsupportedModel(
             f"{type(model).__name__} has no selective state-space layer that is known (a module of its layers with"
             " A_log, conv1d and in_proj: mamba, mamba2, bamba, falcon_h1, jamba, zamba2, nemotron_h, granitemoehybrid):"
             " watch its residual stream with probes"
@@ -87,7 +85,7 @@ def find_stacks(model: Any, *, states: bool) -> list[Stack]:
 
 
 def find_mixers(model: Any) -> Iterator[tuple[int, Any]]:
-    """Yield the state-space modules of a host, each with the number of its layer."""
+    """Yield state-space modules with layer numbers."""
     for number, layer in enumerate(find_layers(model)[1]):
         for module in layer.modules():
             if (
@@ -99,20 +97,20 @@ def find_mixers(model: Any) -> Iterator[tuple[int, Any]]:
 
 
 def kind_of(mixer: Any) -> type[Mamba1] | type[Mamba2]:
-    """Return the kind of a module that `find_mixers` gave."""
+    """Return the kind of a state-space module."""
     return Mamba1 if hasattr(mixer, "x_proj") else Mamba2
 
 
 def _stacked(mixers: list[tuple[int, Any]], name: str, device: torch.device | str) -> Tensor:
     parts = []
     for layer, mixer in mixers:
-        owner, _, own_name = name.rpartition(".")
+        owner, _, attribute = name.rpartition(".")
         module = mixer.get_submodule(owner)
         with weights_in_memory(module):
-            weight = getattr(module, own_name)
+            weight = getattr(module, attribute)
             if weight.device.type == "meta":
-                raise NotSupportedHost(
-                    f"layer {layer} has no {name} in memory, and nothing says where it is kept: load the host with its"
+                raise UnsupportedModel(
+                    f"layer {layer} has no {name} in memory, and where it is kept is unknown: load the model with its"
                     " weights, or offload it by accelerate"
                 )
             parts.append(weight.detach().to(device, torch.float32))
@@ -120,8 +118,6 @@ def _stacked(mixers: list[tuple[int, Any]], name: str, device: torch.device | st
 
 
 class _Convolution:
-    """What the `conv1d` of S layers and the activation after it make of their part of the projection."""
-
     def __init__(self, mixers: list[tuple[int, Any]], device: torch.device | str) -> None:
         first = mixers[0][1]
         self._weight = _stacked(mixers, "conv1d.weight", device).squeeze(2)  # [S, C, K]
@@ -129,7 +125,7 @@ class _Convolution:
         self._act = first.act
 
     def __call__(self, new: Tensor, tail: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return the convolved `[S, n, C]` of `new` after `tail` `[S, K - 1, C]`, and the next tail."""
+        """Return the convolved `[S, n, C]` and the next tail; `tail` `[S, K - 1, C]`."""
         width = self._weight.shape[-1]
         tail = new.new_zeros(len(new), width - 1, new.shape[-1]) if tail is None else tail
         whole = torch.cat([tail, new], dim=1)
@@ -139,15 +135,14 @@ class _Convolution:
 
 
 def with_limit(projected: Tensor, held: bool) -> Tensor:
-    """Add a column that says whether steps were held to the limit: those of one token on a used cache are not."""
+    """Add a column: were the steps limited? Not for one token on a used cache."""
     return pad(projected, (0, 1), value=float(held))
 
 
 class Mamba2:
-    """Mamba-2 and the hybrids with its layers: one decay a head, states `[H, P, N]`.
+    """Mamba-2 and hybrids: one decay per head, states `[H, P, N]`.
 
-    Steps are the last H columns of the projection, with their bias, through softplus, and in forwards of several tokens
-    held to the limit. falcon_h1 multiplies the projection by a vector of its own after it.
+    Steps: softplus of the last H columns plus bias, limited for several tokens.
     """
 
     state_dims = (-2, -1)
@@ -173,27 +168,27 @@ class Mamba2:
 
     @staticmethod
     def hold_beginnings(projected: Tensor, beginnings: Tensor) -> None:
-        """Say of tokens (mask `beginnings [n]`) that nothing was kept before them: alone they are held, too."""
+        """Mark tokens without an earlier state, which are always limited."""
         projected[:, beginnings, -1] = 1.0
 
     def projected(self, mixer: Any, output: Tensor) -> Tensor:
-        """Return what a layer goes on with, of the output of its `in_proj`; without states, the steps' part alone."""
+        """Return the part of `in_proj`'s output that is used, scaled for falcon_h1."""
         begin = 0 if self._states else output.shape[-1] - self._n_heads
         scale = getattr(mixer, "mup_vector", None)
         return output[..., begin:] if scale is None else output[..., begin:] * scale[..., begin:]
 
     def dt(self, projected: Tensor) -> Tensor:
-        """Return the steps of all heads, `[S, n, H]`."""
-        raw, held = projected[..., -1 - self._n_heads : -1], projected[..., -1:] > 0
+        """Return the steps `[S, n, H]`."""
+        raw, is_limited = projected[..., -1 - self._n_heads : -1], projected[..., -1:] > 0
         dt = softplus(raw + self._bias[:, None])
-        return torch.where(held, dt.clamp(*self.limit), dt)
+        return torch.where(is_limited, dt.clamp(*self.limit), dt)
 
     def steps(self, projected: Tensor) -> Steps:
         dt = self.dt(projected)
         return Steps(dt, dt * self._a[:, None])
 
     def updates(self, projected: Tensor, tail: Tensor | None, mask: Tensor | None = None) -> Updates:
-        """See `Stack`. `mask` `[S, n]`: 0 where there is padding, of which nothing is added."""
+        """`mask` `[S, n]`: 0 for padding, which adds nothing."""
         steps = self.steps(projected)
         inner, group = self._n_heads * self._head, self._n_groups * self._n
         assert self._convolve is not None
@@ -207,10 +202,7 @@ class Mamba2:
 
 
 class Mamba1:
-    """Mamba, falcon_mamba, jamba: a step a channel, a decay a channel and component, states `[D, N]`.
-
-    Steps are told of `_MOST_CHANNELS` channels, evenly spaced. The last two norm what `x_proj` gives before it is used.
-    """
+    """Mamba, falcon_mamba, jamba: a step per channel, a decay per channel and component, states `[D, N]`."""
 
     state_dims = (-1,)
     limit = (0.0, float("inf"))
@@ -244,7 +236,7 @@ class Mamba1:
     def _plain_weights(mixers: list[tuple[int, Any]], device: torch.device | str) -> Tensor:
         for layer, mixer in mixers:
             if wrapped_by_adapter(mixer.x_proj) is not None:
-                raise NotSupportedHost(
+                raise UnsupportedModel(
                     f"x_proj of layer {layer} has an adapter, which states that are computed again would leave out:"
                     " merge it, or watch the steps alone (states=False)"
                 )
@@ -262,7 +254,7 @@ class Mamba1:
         )
 
     def dt(self, low: Tensor, channels: Tensor | slice = slice(None)) -> Tensor:
-        """Return the steps `[S, n, D]`, of all channels or some, of what `x_proj` gives for them."""
+        """Return the steps `[S, n, D]` from `x_proj`'s output."""
         weight, bias = self._weight[:, channels], self._bias[:, channels]
         return softplus(torch.einsum("snr,sdr->snd", self._normed("dt_layernorm", low), weight) + bias[:, None])
 
@@ -276,7 +268,7 @@ class Mamba1:
         return self.added(x, torch.einsum("snd,skd->snk", x, self._x_weight), tail)
 
     def added(self, x: Tensor, low: Tensor, tail: Tensor | None = None) -> Updates:
-        """Return what tokens add: `x` `[S, n, D]` is what was convolved, `low` what `x_proj` makes of it."""
+        """Return updates; `x` `[S, n, D]` is convolved, `low` is its `x_proj`."""
         low, b, _ = low.split([self.rank, self._n, self._n], dim=-1)
         dt = self.dt(low)
         added = (dt * x)[..., None] * self._normed("b_layernorm", b)[..., None, :]
@@ -285,12 +277,12 @@ class Mamba1:
 
 
 def _own_copy(module: nn.Module, device: torch.device | str) -> Callable[[Tensor], Tensor]:
-    """Return the forward of a module with fp32 weights of its own, without the hooks that are on it."""
-    own: Any = copy.copy(module)
-    for name in ("forward", "_old_forward", "_hf_hook"):  # accelerate's, which brings weights and takes them away
-        vars(own).pop(name, None)
+    """Return a module's forward with fp32 weights and without hooks."""
+    clone: Any = copy.copy(module)
+    for name in ("forward", "_old_forward", "_hf_hook"):  # accelerate's, which move weights
+        vars(clone).pop(name, None)
     with weights_in_memory(module):
-        own._parameters = {
+        clone._parameters = {
             name: weight.detach().to(device, torch.float32) for name, weight in module.named_parameters()
         }
-    return partial(type(module).forward, own)
+    return partial(type(module).forward, clone)

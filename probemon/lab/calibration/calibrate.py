@@ -1,19 +1,10 @@
 """Calibrates alert thresholds to a false-positive rate, after aggregation.
 
-    # scores [T, K] of K watched concepts
-    alerts = calibrate_alerts(benign, fpr=0.01, aggregate=Ema(0.3), positives=[(scores, None), ...])
-    alerts.threshold, alerts.documents.high, alerts.positive_documents.rate
+    alerts = calibrate_alerts(benign, fpr=0.01, aggregate=Ema(0.3))     # scores [T, K] of each document
 
-Of n benign units at most k may exceed a threshold: k is the largest number whose upper bound (Clopper-Pearson) is
-within the rate asked for, and the threshold is the (k + 1)-th largest value. For independent units the rate is then
-within what was asked, whatever the distribution of the scores, but for a chance of 1 - confidence (a tolerance limit:
-Wilks 1941, "Determination of sample sizes for setting tolerance limits", Ann. Math. Statist. 12). The K concepts share
-that chance, so that all thresholds hold together (Bonferroni).
-
-A unit is a token or a document. Documents drawn alike are independent; tokens of one document are not. So the bound of
-`unit="token"`, that of as many independent tokens, is too narrow where few documents make many tokens: both rates are
-counted, to show this. A running score begins at a document's first token, that of a rule at the first token generated:
-calibrate on texts such as the model will generate.
+A threshold is the (k + 1)-th largest of n benign values, for the largest k whose Clopper-Pearson upper bound is within
+the rate (Wilks 1941, Ann. Math. Statist. 12). The K concepts share 1 - confidence (Bonferroni). Units are assumed
+independent; tokens of one document are not.
 """
 
 from __future__ import annotations
@@ -36,15 +27,15 @@ from probemon.errors import CalibrationError, ConfigError
 from probemon.util.checks import check_share
 
 UNITS = ("token", "document")
-_COLUMNS = 16  # concepts sorted at once: bounds the second copy of their values
+_COLUMNS = 16  # concepts; bounds memory
 
 
 @dataclass(frozen=True)
 class Rates:
-    """Shares of units that exceed a threshold, `[K]` each: `count` of `n`.
+    """Shares of units over a threshold, `[K]` each: `count` of `n`.
 
-    - `low`, `high`: bounds (Clopper-Pearson), each passed with probability `risk` at most.
-    - `least`: how many units the threshold was chosen to allow, where ties or rounding left fewer.
+    - `low`, `high`: Clopper-Pearson bounds, each violated with probability at most `risk`.
+    - `least`: units that the threshold was chosen to allow.
     """
 
     count: Ints
@@ -54,7 +45,7 @@ class Rates:
 
     @property
     def rate(self) -> npt.NDArray[np.float64]:
-        """`count / n`, NaN where there are no units."""
+        """NaN if there are no units."""
         return np.divide(self.count, self.n, out=np.full(self.count.shape, np.nan), where=self.n > 0)
 
     @cached_property
@@ -63,17 +54,17 @@ class Rates:
 
     @cached_property
     def high(self) -> npt.NDArray[np.float64]:
-        """Upper bounds, none below that of `least` units."""
+        """At least the upper bound of `least` units."""
         return np.asarray(upper_bound(np.maximum(self.count, np.minimum(self.least, self.n)), self.n, 1 - self.risk))
 
     @classmethod
     def of(cls, count: Any, n: Any, risk: float, least: int = 0) -> Rates:
-        """Make them of counts and a number of units, the same or one for each."""
+        """Build from counts and numbers of units."""
         counts, units = np.broadcast_arrays(np.asarray(count, dtype=np.int64), np.asarray(n, dtype=np.int64))
         return cls(counts, units, risk, least)
 
     def entry(self, i: int) -> dict[str, Any]:
-        """Return those of concept i, as JSON."""
+        """Return rates of concept i."""
         rate = float(self.rate[i])
         return {
             "count": int(self.count[i]),
@@ -86,14 +77,13 @@ class Rates:
 
 @dataclass(frozen=True)
 class CalibratedAlerts:
-    """Alert thresholds `[K]` fp32 and what they were made from. A score exceeds one strictly; none exceeds 1.
+    """Alert thresholds `[K]` fp32, at most 1, and their rates.
 
-    - `tokens`, `documents`: benign tokens over the threshold, and documents with any such token.
-    - `any_token`, `any_document`: those over the threshold of any of the K (one entry).
-    - `positive_tokens`, `positive_documents`: the same of the positive ones; None without positives.
+    - `tokens`, `documents`: benign tokens over the threshold, documents with any.
+    - `any_*`: over any of the K thresholds (one entry).
+    - `positive_*`: the same for positives, or None.
 
-    Each bound holds with probability 1 - (1 - confidence) / K, those of `any_*` with `confidence`. Bounds of the unit
-    that was not calibrated are of thresholds chosen on the same documents.
+    Bounds have confidence 1 - (1 - confidence) / K; `any_*`: `confidence`.
     """
 
     aggregator: Aggregator
@@ -113,7 +103,7 @@ class CalibratedAlerts:
     positive_documents: Rates | None
 
     def stated(self) -> dict[str, Any]:
-        """Return what was asked for and from how much, as JSON."""
+        """Return settings and amount of data."""
         return {
             "aggregator": str(self.aggregator),
             "unit": self.unit,
@@ -131,7 +121,7 @@ class CalibratedAlerts:
         }
 
     def entry(self, i: int) -> dict[str, Any]:
-        """Return threshold and rates of concept i, as JSON."""
+        """Return threshold and rates of concept i."""
         rates = {name: getattr(self, name) for name in ("tokens", "documents", "positive_tokens", "positive_documents")}
         return {
             "threshold": float(self.threshold[i]),
@@ -149,18 +139,14 @@ def calibrate_alerts(
     family: bool = False,
     positives: Iterable[tuple[Floats, Mask | None]] = (),
 ) -> CalibratedAlerts:
-    """Choose thresholds that benign units exceed at a rate of `fpr` at most, with probability `confidence` for all K
-    concepts together.
+    """Choose thresholds that benign units exceed at a rate of at most `fpr`, with probability `confidence` for all K.
 
-    - `benign`: scores `[T, K]` of the tokens of each document, in order, 0 where a probe was inactive; rows of NaN are
-      tokens that were not seen and are left out.
-    - `unit`: "token", the running score at every token, or "document", its maximum over the document.
-    - `family`: the rate is that of any of the K concepts, shared evenly among them.
-    - `positives`: scores and which of the K concepts `[K]` the document is of (None: all); each of its tokens counts in
-      the rate by tokens.
+    - `benign`: scores `[T, K]` of each document. Rows of NaN are left out.
+    - `unit`: "token" (running score at each token) or "document" (its maximum).
+    - `family`: the rate is that of any of the K concepts.
+    - `positives`: scores, and a mask `[K]` of the document's concepts (None: all).
 
-    This keeps 4 bytes for each token and concept. Raises `CalibrationError` where the benign units are too few, saying
-    how many are needed.
+    Raises `CalibrationError` if there are too few benign units.
     """
     check_targets(fpr, confidence, unit)
     aggregator = named(aggregate)
@@ -212,7 +198,7 @@ def calibrate_alerts(
 
 
 def check_targets(fpr: float, confidence: float, unit: str) -> None:
-    """Raise `ConfigError` for a wrong rate, confidence or unit."""
+    """Raise `ConfigError` for an invalid rate, confidence or unit."""
     for name, value in (("fpr", fpr), ("confidence", confidence)):
         check_share(name, value, f"give more than 0 and less than 1, such as {0.01 if name == 'fpr' else 0.95}")
     if unit not in UNITS:
@@ -221,10 +207,8 @@ def check_targets(fpr: float, confidence: float, unit: str) -> None:
 
 @lru_cache(maxsize=64)
 def most_allowed(n: int, rate: float, risk: float) -> int:
-    """Return how many of n units may exceed a threshold: the largest k whose upper bound at confidence 1 - risk is
-    within `rate`, or -1.
-    """
-    # That bound is within the rate exactly where a rate of `rate` gives k or fewer with probability `risk` at most.
+    """Return the largest k of n units whose upper bound at confidence 1 - risk is within `rate`, or -1."""
+    # The bound is within the rate exactly when P(k or fewer) at that rate is at most `risk`.
     low, high = -1, n
     while high - low > 1:
         middle = (low + high) // 2
@@ -233,31 +217,27 @@ def most_allowed(n: int, rate: float, risk: float) -> int:
 
 
 def units_needed(rate: float, risk: float) -> int:
-    """Return the fewest units that suffice, if none may exceed the threshold: (1 - rate)^n <= risk."""
+    """Return the fewest units that suffice if none exceeds the threshold: (1 - rate)^n <= risk."""
     needed = max(1, math.ceil(math.log(risk) / math.log1p(-rate)) - 1)
-    while most_allowed(needed, rate, risk) < 0:  # the quotient may be a rounding off
+    while most_allowed(needed, rate, risk) < 0:  # the quotient may be off by a rounding
         needed += 1
     return needed
 
 
 def _running(aggregator: Aggregator, scores: Floats) -> Floats:
-    """Return the running scores `[T, K]` of the tokens that were seen.
-
-    They are rounded up to fp32, so that one exceeds an fp32 threshold exactly where it did before.
-    """
+    """Return running scores `[T, K]` of seen tokens, rounded up to fp32: exact for comparisons with thresholds."""
     if np.ndim(scores) != 2:
         raise ConfigError(f"scores have shape {np.shape(scores)}: give [T, K], tokens by concepts, for each document")
     unseen = np.isnan(scores).all(axis=1)
     seen = scores[~unseen] if unseen.any() else scores
     if ((seen < 0) | (seen > 1)).any():
-        raise ConfigError("scores are not between 0 and 1: give what probes score, no logits")
+        raise ConfigError("scores are not between 0 and 1: give scores of probes, not logits")
     values = over(aggregator, seen)
     rounded = values.astype(np.float32)
     return np.where(rounded < values, np.nextafter(rounded, np.float32(np.inf)), rounded)
 
 
 def _kth_largest(parts: Sequence[Floats], n: int, k: int) -> Floats:
-    """Return the (k + 1)-th largest of n values of each concept `[K]`: at most k exceed it."""
     thresholds = []
     for at in range(0, parts[0].shape[1], _COLUMNS):
         columns = np.concatenate([part[:, at : at + _COLUMNS] for part in parts])

@@ -46,21 +46,14 @@ def write_calibrated(
     stated: Mapping[str, Any] | None = None,
     chat_date: str | None = None,
 ) -> ProbePack:
-    """Write a new version of a pack and open it; the pack itself stays as it is.
+    """Write a new version of a pack and open it. Raises `PackError`, `ConfigError`.
 
-    - `path`: must not be there yet.
-    - `alerts`: of the probes `watched`, in this order; other probes keep their thresholds.
-    - `expansion`: see `probemon.lab.calibration.expansion`. Without one, expand thresholds that were calibrated for
-      other alert thresholds are cleared.
-    - `statistics`: counts of scores, in place of those that the pack had of the same probes.
-    - `inputs`: what the documents were, for the record.
-    - `drift`, `host`: the counts of ordinary documents by the alert thresholds `[P]` of the new version, of all its
-      concepts, and what the host was (`probemon.host.identity`): its reference of drift. Without them it has none.
-    - `stated`: what a manifest says of that host. Where its weights are those that the pack was made for, the new
-      version also has its settings and the weights of its adapters, if the pack does not. A pack that does not say for
-      which weights it was made is of this host from now on.
-
-    Raises `PackError`, `ConfigError`.
+    - `path`: must not exist.
+    - `alerts`: thresholds of the probes `watched`, in order.
+    - `expansion`: None clears expand thresholds of other alert thresholds.
+    - `inputs`: description of the documents, for the record.
+    - `drift`, `host`: drift reference: request counts by alert thresholds `[P]`, and `probemon.host.identity`.
+    - `stated`: the model's manifest entry; added to the pack's if the weights are the same or unknown.
     """
     if alerts is None and expansion is None and statistics is None:
         raise ConfigError("there is nothing to write: give alerts, an expansion, or statistics")
@@ -71,7 +64,7 @@ def write_calibrated(
         )
     if wrong := [probe for probe in watched if probe in pack.bounding]:
         raise ConfigError(
-            f"{pack.concepts[wrong[0]]['id']!r} is a bounding probe, which is no concept and never fires: leave"
+            f"{pack.concepts[wrong[0]]['id']!r} is a bounding probe, which is not a concept and never fires: leave"
             " those out of watched"
         )
     source, (expand, recommended) = pack.manifest, pack.descent()
@@ -154,20 +147,18 @@ def write_calibrated(
     return ProbePack.of(writer.opened)
 
 
-def _host(known: Mapping[str, Any], stated: Mapping[str, Any] | None) -> dict[str, Any]:
-    if stated is None or known.get("fingerprint") not in (None, stated["fingerprint"]):
-        return dict(known)
-    if known.get("fingerprint") is None:  # imported, say: from now on it is of the host it was calibrated on
-        return {**stated, **{name: what for name, what in known.items() if what is not None}}
-    same = (known.get("adapters") or []) == stated.get("adapters", [])
-    more = ("settings", *(["adapter_weights"] if same else []))
-    return {**{name: stated[name] for name in more if name in stated}, **known}
+def _host(recorded: Mapping[str, Any], stated: Mapping[str, Any] | None) -> dict[str, Any]:
+    if stated is None or recorded.get("fingerprint") not in (None, stated["fingerprint"]):
+        return dict(recorded)
+    if recorded.get("fingerprint") is None:  # such as an imported pack
+        return {**stated, **{name: value for name, value in recorded.items() if value is not None}}
+    same = (recorded.get("adapters") or []) == stated.get("adapters", [])
+    addable = ("settings", *(["adapter_weights"] if same else []))
+    return {**{name: stated[name] for name in addable if name in stated}, **recorded}
 
 
 def _forget_others(aggregated: dict[str, Tensor], watched: Sequence[int], calibrated: Mapping[str, Any]) -> None:
-    """Leave out thresholds for running scores that came with the pack's own alert thresholds, for concepts that now
-    have others. Those that somebody calibrated stay.
-    """
+    """Drop uncalibrated thresholds for running scores of concepts with new alert thresholds."""
     for name in [name for name in aggregated if name not in calibrated]:
         thresholds = aggregated[name].clone()
         thresholds[list(watched)] = float("nan")
@@ -177,31 +168,30 @@ def _forget_others(aggregated: dict[str, Tensor], watched: Sequence[int], calibr
 
 
 def _alert_sets(pack: ProbePack, changes: bool) -> dict[str, Any]:
-    """Return the sets of a new version: new thresholds of single tokens are a set of their own beside the pack's."""
+    """New single-token thresholds become the set "calibrated"."""
     if not changes or pack.alert_set is None:
         return {"alert_set": pack.alert_set, "alert_sets": pack.other_alert_sets()}
     before = {pack.alert_set: pack.alert_threshold, **pack.other_alert_sets()}
-    before.pop("calibrated", None)  # an earlier calibration is replaced, as where sets have no names
+    before.pop("calibrated", None)  # an earlier calibration is replaced
     return {"alert_set": "calibrated", "alert_sets": before}
 
 
 def _with_precision(pack: ProbePack, watched: Sequence[int]) -> list[dict[str, Any]]:
-    """Return the concepts' lines; one that keeps its threshold has the precision of that in the new set, too."""
     lines = []
     for probe, concept in enumerate(concepts_of(pack, recalibrated=watched)):
-        stated = concept.get("precision")
-        if pack.alert_set and isinstance(stated, dict):
-            kept = {name: value for name, value in stated.items() if name != "calibrated"}
+        stored = concept.get("precision")
+        if pack.alert_set and isinstance(stored, dict):
+            by_set = {name: value for name, value in stored.items() if name != "calibrated"}
             precision = pack.precision(probe)
             if probe not in watched and not math.isnan(precision):
-                kept["calibrated"] = precision
-            concept = {**concept, "precision": kept}
+                by_set["calibrated"] = precision
+            concept = {**concept, "precision": by_set}
         lines.append(concept)
     return lines
 
 
 def _is_exact(pack: ProbePack, alert: torch.Tensor, recommended: Mapping[str, Any]) -> bool:
-    """Whether the pack's own descent finds every firing probe, so that a calibrated one would only lose some."""
+    """Whether the pack's own descent finds every firing probe; a calibrated one would lose some."""
     return (
         follows_path(pack.score_rule)
         and not bool(alert.isnan().any())
@@ -212,13 +202,12 @@ def _is_exact(pack: ProbePack, alert: torch.Tensor, recommended: Mapping[str, An
 def _alert_quality(
     pack: ProbePack, before: Mapping[str, Any], watched: Sequence[int], alerts: CalibratedAlerts
 ) -> dict[str, Any]:
-    """Return rates by aggregator and concept, with those of concepts that were calibrated earlier."""
     name = str(alerts.aggregator)
     concepts = dict((before.get(name) or {}).get("concepts") or {})
-    stated = {"unit": alerts.unit, "fpr": alerts.fpr, "confidence": alerts.confidence, "n_watched": len(watched)}
-    concepts |= {pack.concepts[probe]["id"]: {**alerts.entry(i), **stated} for i, probe in enumerate(watched)}
-    together = {"any_token": alerts.any_token.entry(0), "any_document": alerts.any_document.entry(0)}
-    return {**before, name: {**together, "concepts": concepts}}
+    settings = {"unit": alerts.unit, "fpr": alerts.fpr, "confidence": alerts.confidence, "n_watched": len(watched)}
+    concepts |= {pack.concepts[probe]["id"]: {**alerts.entry(i), **settings} for i, probe in enumerate(watched)}
+    any_rates = {"any_token": alerts.any_token.entry(0), "any_document": alerts.any_document.entry(0)}
+    return {**before, name: {**any_rates, "concepts": concepts}}
 
 
 def _counts_of(pack: ProbePack) -> dict[str, Tensor]:
@@ -236,9 +225,9 @@ def _note(
     lines = ["", "## Calibration", ""]
     if alerts is not None:
         as_if = " if tokens were independent, which those of one document are not" if alerts.unit == "token" else ""
-        what = "single tokens" if changes else f"`{alerts.aggregator}`"
+        target = "single tokens" if changes else f"`{alerts.aggregator}`"
         lines.append(
-            f"Alert thresholds of {len(alerts.threshold)} concepts for {what}: a false-positive rate of at most"
+            f"Alert thresholds of {len(alerts.threshold)} concepts for {target}: a false-positive rate of at most"
             f" {alerts.fpr:g} by {alerts.unit}, with probability {alerts.confidence:g} for all of them together{as_if},"
             f" from {alerts.n_tokens} benign tokens in {alerts.n_documents} documents."
         )
@@ -258,10 +247,9 @@ def _note(
 
 
 def _left_out(inputs: Mapping[str, Any]) -> str:
-    """Return the sentence that says how many documents were in no rate and no threshold; "" where all were scored."""
     counts = []
     for kind in ("benign", "positive"):
-        about = inputs.get(kind)
-        if isinstance(about, Mapping) and (n := about.get("n_bad", 0) + about.get("n_unseen", 0)):
+        summary = inputs.get(kind)
+        if isinstance(summary, Mapping) and (n := summary.get("n_bad", 0) + summary.get("n_unseen", 0)):
             counts.append(counted(n, f"{kind} document"))
     return f"Left out, since they could not be scored: {' and '.join(counts)}." if counts else ""

@@ -1,19 +1,12 @@
-"""Calibrates expand thresholds to a recall: which probes a descent opens, to reach such a share of the firing ones.
+"""Calibrates expand thresholds so that a descent reaches a given share (recall) of the firing probes.
 
-    # scores of every probe [T, P], a document each
     reach = Reach(pack.tree, pack.score_rule, pack.alert_threshold.numpy())
-    expansion = calibrate_expansion(reach, documents, recall=0.99)
-    expansion.expand_threshold, expansion.slack, expansion.share_evaluated
+    expansion = calibrate_expansion(reach, documents, recall=0.99)      # scores of every probe [T, P], a document each
     measured = measure_expansion(reach, expansion.expand_threshold, held_out)
-    measured.recall, measured.low, measured.high
 
-Documents are split in two. The first part shapes a family of thresholds with one parameter, the slack: at slack s each
-probe may close over a share s of the tokens at which something below it fires; a slack below 0 lowers thresholds
-further than anything that was seen. The second part calibrates: the slack is the largest at which the mean share of
-firing probes missed in a document, with one more document that misses all, is within 1 - recall (conformal risk
-control: Angelopoulos, Bates, Fisch, Lei & Schuster 2022, arXiv:2208.02814). The mean recall of a new document is then
-at least `recall`, if it is drawn as those that calibrate were (exchangeable). That is a mean over documents and over
-calibrations; a document with few firing probes counts as much as one with many.
+Some documents shape a family of thresholds with one parameter, the slack. The others select the largest slack by
+conformal risk control (Angelopoulos et al. 2022, arXiv:2208.02814): an exchangeable new document then has a mean recall
+of at least `recall`.
 """
 
 from __future__ import annotations
@@ -36,20 +29,20 @@ from probemon.engine.cascade import apply_rule
 from probemon.errors import CalibrationError
 from probemon.util.checks import check_count, check_share
 
-_FEW = 5  # fewer scores than this say nothing of how low a probe's may be
-# A grid fixed beforehand, from the last resort up: closer together towards 0, where the losses of a long path add up.
+_FEW = 5  # fewer scores show nothing
+# Denser near 0, because losses add up along a path.
 SLACKS: tuple[float | None, ...] = (
     None,
     *(-i / 128 for i in range(128, 0, -1)),
     *((i / 1024) ** 2 for i in range(1025)),
 )
-_CELLS = 1 << 22  # (token, probe) cells descended at once: bounds the memory beside the documents
+_CELLS = 1 << 22  # (token, probe) pairs; bounds memory
 _NORMAL = float(np.finfo(np.float32).tiny)
 
 
 @dataclass(frozen=True)
 class Missed:
-    """Counts of D documents, `[D]` each: firing (token, probe) pairs, those not reached, tokens, active pairs."""
+    """Counts of D documents, `[D]` each: firing (token, probe) pairs, missed ones, tokens, active pairs."""
 
     fired: Ints
     missed: Ints
@@ -59,19 +52,19 @@ class Missed:
 
     @property
     def losses(self) -> npt.NDArray[np.float64]:
-        """The share missed, of each document in which something fires."""
+        """Missed share of each document with a firing probe."""
         units = self.fired > 0
         return self.missed[units] / self.fired[units]
 
     @property
     def share_evaluated(self) -> float:
-        """The share of active probes, of all probes at all tokens."""
+        """Active share of all (token, probe) pairs."""
         return float(self.active.sum() / max(1, self.tokens.sum() * self.n_probes))
 
 
 @dataclass(frozen=True)
 class Reach:
-    """What a descent without retained sets, round limit or cap reaches, given alert thresholds `alert [P]`."""
+    """The probes that a descent reaches for alert thresholds `alert [P]`, without retained sets, round limit or cap."""
 
     tree: ConceptTree
     score_rule: str
@@ -80,7 +73,7 @@ class Reach:
     always_on: tuple[int, ...] = ()
 
     def missed(self, expand_threshold: Floats, documents: Sequence[Floats]) -> Missed:
-        """Count what the rule misses with thresholds `[P]`, given every probe's scores `[T, P]` of each document."""
+        """Count missed firing probes for thresholds `[P]`, given scores `[T, P]` of each document."""
         config = CascadeConfig(base_layers=self.base_layers, max_loaded_probes=max(1, self.tree.n))
         plan = CascadePlan.of(self.tree, self.score_rule, config, expand_threshold, self.always_on)
         counts = np.zeros((4, len(documents)), dtype=np.int64)
@@ -93,7 +86,7 @@ class Reach:
         return Missed(counts[0], counts[1], counts[2], counts[3], self.tree.n)
 
     def exact(self) -> Floats:
-        """Return the smallest alert threshold below each probe `[P]`; +inf where nothing below it can fire."""
+        """Return the smallest alert threshold below each probe, `[P]`; +inf if none below can fire."""
         return self.tree.min_over_descendants(np.where(np.isnan(self.alert), np.float32(np.inf), self.alert))
 
     def below(self, scores: Floats) -> Mask:
@@ -109,15 +102,11 @@ class Reach:
 
 
 class ThresholdFamily:
-    """Makes expand thresholds of a slack, shaped on documents: none is higher at a smaller slack.
+    """Expand thresholds `[P]` fp32 by slack, NaN for leaves.
 
-        family = Family(reach, documents)
-        family.at(0.01), family.at(0.0), family.at(-0.1), family.at(None)            # fp32 [P], NaN for leaves
-
-    Take a probe's scores at the tokens with something firing below it. At slack s its threshold lies just under a
-    score that a share s of them, at most, are under. At 0 all of them pass; below 0 that threshold is multiplied by
-    (1 + s)^8. At None, the last resort, and where there are fewer than 5 such scores, everything passes: the threshold
-    is -1, or under the path rule the smallest alert threshold below, under which nothing can fire. None is lower.
+    At slack s, at most a share s of a probe's scores at tokens where a probe below fires is under its threshold. Below
+    0 the threshold of slack 0 is multiplied by (1 + s)^8. At None, or with fewer than 5 such scores, all pass: the
+    threshold is -1, or under the path rule the smallest alert threshold below.
     """
 
     def __init__(self, reach: Reach, documents: Sequence[Floats]) -> None:
@@ -139,15 +128,15 @@ class ThresholdFamily:
         self.n_unknown = int(inner.sum()) - len(self._known)
 
     def at(self, slack: float | None) -> Floats:
-        """Return thresholds `[P]` fp32 at a slack between -1 and 1, or at the last resort."""
+        """Return thresholds for a slack in [-1, 1] or None."""
         thresholds = self._lowest.copy()
         if slack is not None:
-            # So many may fail; the threshold is just under the next one, so that equal scores pass together.
+            # Just under the next score: equal scores pass together.
             failing = np.clip(np.floor(slack * self._counts).astype(np.int64), 0, self._counts - 1)
             under = np.nextafter(self._sorted[self._first + failing], np.float32(-np.inf)) * np.float32(
                 (1 + min(slack, 0)) ** 8
             )
-            under = np.where(under < _NORMAL, np.float32(-1), under)  # some devices take the smallest numbers for 0
+            under = np.where(under < _NORMAL, np.float32(-1), under)  # some devices flush subnormals to 0
             thresholds[self._known] = np.maximum(under, self._lowest[self._known])
         return thresholds
 
@@ -156,10 +145,10 @@ class ThresholdFamily:
 class Expansion:
     """Expand thresholds `[P]` fp32 (NaN for leaves) and how they were chosen.
 
-    - `slack`: -1 to 1, None for the last resort.
-    - `loss`: the mean share missed over the `n_units` of the `n_calibration` documents in which something fires.
-    - `share_evaluated`: the share of probes that are active there.
-    - `n_unknown`: probes with children that are always expanded (path rule: exactly), for want of scores.
+    - `slack`: -1 to 1, or None.
+    - `loss`, `share_evaluated`: mean missed share, and active share of probes, in the `n_units` calibration documents
+      with a firing probe.
+    - `n_unknown`: inner probes with too few scores, always expanded.
     """
 
     expand_threshold: Floats
@@ -182,7 +171,7 @@ class Expansion:
         }
 
     def sentence(self) -> str:
-        """Say it in words, for a card."""
+        """Return a summary for a card."""
         return (
             'Expand thresholds (`load_threshold="calibrated"`): a document\'s firing probes are reached to'
             f" {self.recall:g} on average at least, by conformal risk control on {self.n_units} documents; there"
@@ -200,7 +189,7 @@ def split(n: int, *, share: float = 0.5, seed: int = 0) -> tuple[Ints, Ints]:
 
 
 def documents_needed(recall: float) -> int:
-    """Return the fewest documents with something firing that can show a recall: 1 / (n + 1) <= 1 - recall."""
+    """Return the fewest documents that can show a recall: 1 / (n + 1) <= 1 - recall."""
     check_recall(recall)
     n = max(1, math.floor(1 / (1 - recall)) - 1)
     while not _within(0.0, n, recall):
@@ -217,13 +206,10 @@ def calibrate_expansion(
 ) -> Expansion:
     """Choose expand thresholds that reach `recall` of a new document's firing probes on average.
 
-    - `documents`: scores of every probe `[T, P]` of each.
-    - `share` of the documents, drawn by `seed`, shape the family; the others calibrate. The alert thresholds must not
-      come from the latter.
+    - `documents`: scores of every probe, `[T, P]` each.
+    - `share`: part of the documents that shapes, drawn by `seed`. Alert thresholds must not come from the rest.
 
-    This holds 4 bytes for each token and probe (the documents given) and half as much again. Raises `CalibrationError`
-    where too few documents have something firing, saying how many are needed, or where even opening every probe does
-    not reach the recall.
+    Raises `CalibrationError` if too few documents have a firing probe.
     """
     check_recall(recall)
     shaping, calibrating = split(len(documents), share=share, seed=seed)
@@ -231,7 +217,7 @@ def calibrate_expansion(
 
 
 def calibrate_on(reach: Reach, shaping: Sequence[Floats], calibrating: Sequence[Floats], *, recall: float) -> Expansion:
-    """Do as `calibrate_expansion`, of documents that are split already."""
+    """Like `calibrate_expansion`, for split documents."""
     check_recall(recall)
     if np.isnan(reach.alert).all():
         raise CalibrationError("no probe has an alert threshold, so nothing fires: calibrate alerts first")
@@ -275,9 +261,7 @@ def calibrate_on(reach: Reach, shaping: Sequence[Floats], calibrating: Sequence[
 
 @dataclass(frozen=True)
 class ExpansionMeasurement:
-    """Recall of firing probes: the mean over the `n_documents` in which something fires, with its interval, and the
-    share of all `n_fired` pairs.
-    """
+    """Recall of firing probes: mean over `n_documents`, and share of all `n_fired` pairs."""
 
     recall: float
     low: float
@@ -291,16 +275,12 @@ class ExpansionMeasurement:
 def measure_expansion(
     reach: Reach, expand_threshold: Floats, documents: Sequence[Floats], *, confidence: float = 0.95
 ) -> ExpansionMeasurement:
-    """Measure what thresholds reach on documents that they were not made from.
-
-    The interval is `probemon.core.intervals.mean_interval`: it holds for independent documents, however few. Raises
-    `CalibrationError` where nothing fires.
-    """
+    """Measure the recall of thresholds on held-out documents. Raises `CalibrationError` if nothing fires."""
     missed = reach.missed(expand_threshold, documents)
     losses, n_fired = missed.losses, int(missed.fired.sum())
     if not len(losses):
         raise CalibrationError(
-            "nothing fires in these documents, so what is reached of it cannot be measured: give others, or more"
+            "nothing fires in these documents, so their recall cannot be measured: give others, or more"
         )
     recall = 1 - float(losses.mean())
     low, high = mean_interval(recall, len(losses), confidence)
@@ -316,7 +296,6 @@ def measure_expansion(
 
 
 def _batches(lengths: Sequence[int], most: int) -> Iterator[tuple[int, int]]:
-    """Group documents in order, by `most` tokens or one document: where each batch begins and stops."""
     at = n = 0
     for i, length in enumerate(lengths):
         if i > at and n + length > most:
@@ -328,12 +307,12 @@ def _batches(lengths: Sequence[int], most: int) -> Iterator[tuple[int, int]]:
 
 
 def _within(total: float, n: int, recall: float) -> bool:
-    """Whether losses that sum to `total` over n documents, and 1 for the new one, are within 1 - recall on average."""
+    """Whether the mean of n losses and a loss of 1 is at most 1 - recall."""
     return total + 1 <= (1 - recall) * (n + 1) + 1e-9  # 1 - 0.9 is a little less than 0.1
 
 
 def _last(holds: Callable[[int], bool], low: int, high: int) -> int:
-    """Return the last step at which it `holds`: true at `low`, false from some step on, `high` at the latest."""
+    """Return the last step for which `holds` is true."""
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if holds(middle) else (low, middle)

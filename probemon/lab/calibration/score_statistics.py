@@ -1,7 +1,7 @@
-"""How concepts score on ordinary text, counted for a pack, so that rules can say how unusual a score is.
+"""Counts how concepts score on ordinary text.
 
 statistics = ScoreStatistics.of(documents, probes=[17, 20], aggregator=Ema(0.3))    # scores [T, 2] of each document
-statistics.beside(pack)              # what the pack then holds: PackWriter(score_counts=...)
+statistics.beside(pack)              # for PackWriter(score_counts=...)
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from probemon.packs.pack import ProbePack
 
 @dataclass(frozen=True)
 class ScoreStatistics:
-    """Counts of the scores of some probes, by `str()` of the aggregator whose running scores they are."""
+    """Score counts of some probes, by `str()` of the aggregator."""
 
     probes: tuple[int, ...]
     counts: Mapping[str, ScoreCounts]
@@ -34,17 +34,16 @@ class ScoreStatistics:
     def of(
         cls, documents: Iterable[Floats], probes: Sequence[int], aggregator: Aggregator | None = None
     ) -> ScoreStatistics:
-        """Count the scores `[T, K]` of documents at their tokens, and the running scores of an aggregator, which begins
-        anew with each document. Rows of NaN are tokens that were not seen.
+        """Count scores `[T, K]` and running scores of `aggregator`. Rows of NaN are left out.
 
-        Raises `CalibrationError` without any token, `ConfigError`.
+        Raises `ConfigError`, or `CalibrationError` if there are no tokens.
         """
         aggregators: list[Aggregator] = [Each()]
         if aggregator is not None and aggregator != Each():
             refuse_baseline(aggregator, "statistics of")
             aggregators.append(aggregator)
-        none = ScoreCounts(np.zeros((len(probes), N_BINS), dtype=np.int64))
-        counts, n_documents = {str(one): none for one in aggregators}, 0
+        zeros = ScoreCounts(np.zeros((len(probes), N_BINS), dtype=np.int64))
+        counts, n_documents = {str(each): zeros for each in aggregators}, 0
         for scores in documents:
             if np.ndim(scores) != 2 or scores.shape[1] != len(probes):
                 raise ConfigError(
@@ -52,24 +51,22 @@ class ScoreStatistics:
                 )
             seen = scores[~np.isnan(scores).all(axis=1)]
             n_documents += len(seen) > 0
-            for one in aggregators:
-                counts[str(one)] += ScoreCounts.of(over(one, seen))
+            for each in aggregators:
+                counts[str(each)] += ScoreCounts.of(over(each, seen))
         if not n_documents:
             raise CalibrationError("there are no tokens to count scores of: give documents that can be scored")
         return cls(tuple(probes), counts, n_documents)
 
     def beside(self, pack: ProbePack) -> dict[str, Tensor]:
-        """Return all counts of the pack, `[P, N_BINS]` int32 by aggregator, with these in place of those it had of the
-        same probes.
-        """
+        """Return the pack's counts, `[P, N_BINS]` int32 by aggregator, updated with these."""
         counts = {name: pack.score_counts(name).clone() for name in pack.counted}
-        for name, own in self.counts.items():
-            of_all = counts.setdefault(name, torch.zeros(pack.n_probes, N_BINS, dtype=torch.int32, device="cpu"))
-            of_all[list(self.probes)] = torch.from_numpy(own.counts.astype(np.int32))
+        for name, new_counts in self.counts.items():
+            pack_counts = counts.setdefault(name, torch.zeros(pack.n_probes, N_BINS, dtype=torch.int32, device="cpu"))
+            pack_counts[list(self.probes)] = torch.from_numpy(new_counts.counts.astype(np.int32))
         return counts
 
     def stated(self) -> dict[str, Any]:
-        """Return what was counted, as JSON."""
+        """Return the amounts, as JSON."""
         return {
             "aggregators": list(self.counts),
             "n_concepts": len(self.probes),
@@ -78,10 +75,10 @@ class ScoreStatistics:
         }
 
     def sentence(self) -> str:
-        """Return what was counted, in words."""
-        stated = self.stated()
+        """Return them as a sentence."""
+        summary = self.stated()
         return (
-            f"Scores of {stated['n_concepts']} concepts were counted at {stated['n_tokens']} tokens of"
-            f" {stated['n_documents']} documents, by {', '.join(f'`{name}`' for name in self.counts)}: rules compare"
+            f"Scores of {summary['n_concepts']} concepts were counted at {summary['n_tokens']} tokens of"
+            f" {summary['n_documents']} documents, by {', '.join(f'`{name}`' for name in self.counts)}: rules compare"
             " with them by `z:pack` and `rank:pack`."
         )

@@ -1,7 +1,6 @@
 """The command analyze.
 
 probemon analyze demo demo mails.jsonl --out scores/
-probemon analyze demo demo mails.jsonl --pack packs/mine --out both/
 """
 
 from __future__ import annotations
@@ -43,9 +42,7 @@ def analyze(
     ],
     out: Annotated[
         Path,
-        typer.Option(
-            help="Where the analysis is written. An unfinished one of the same input and settings is continued."
-        ),
+        typer.Option(help="Folder for the analysis. An unfinished one with the same input and settings is continued."),
     ],
     more_packs: opt.MorePacks = None,
     floor: Annotated[
@@ -61,7 +58,7 @@ def analyze(
     overlap: opt.Overlap = -1,
     batch_tokens: Annotated[int, typer.Option(help="Tokens of a batch, with padding.")] = Reading.batch_tokens,
     special_tokens: Annotated[
-        str, typer.Option(help="What stands before a text: bos, tokenizer (what it adds) or none.")
+        str, typer.Option(help="Special tokens before each text: bos, tokenizer (those that it adds) or none.")
     ] = Reading.special_tokens,
     parse_special: Annotated[
         bool, typer.Option("--parse-special", help="Read special tokens in the texts as such, not as characters.")
@@ -86,8 +83,7 @@ def analyze(
 ) -> None:
     """Score every token of a corpus and write the concepts of PACK above the floor to OUT, in parquet.
 
-    With --pack it writes those of several packs. With RANK and WORLD_SIZE in the environment, processes on one file
-    system share the work.
+    With RANK and WORLD_SIZE in the environment, processes on one file system share the work.
     """
     from probemon.engine.kernels import check_device
     from probemon.lab.corpora.analysis_folder import check_target
@@ -104,7 +100,7 @@ def analyze(
     use_threads(threads)
     check_is_no_pack(model, MODEL_FIRST)
     opened = open_packs([pack, *(more_packs or ())], alert_set)
-    # What is wrong with them, with the floor or the target, shows before the model is loaded.
+    # Errors show before the model is loaded.
     check_apart(source, out)
     check_target(out)
     documents = read_documents(source, text_field=text_field, id_field=id_field, max_chars=max_chars)
@@ -130,10 +126,10 @@ def analyze(
         _report(_with_ray(job, source, ray, text_field, id_field, max_chars), out, as_json)
         return
     manager = make_manager(opened, device=device, audit_rate=audit_rate, **kernel_of(out))
-    host, tokenizer = load_aloud(model, device, dtype, reads_texts=True)
+    watched_model, tokenizer = load_aloud(model, device, dtype, reads_texts=True)
     with _progress(source) as progress:
         analysis = manager.analyze(
-            host,
+            watched_model,
             tokenizer,
             source,
             out,
@@ -172,7 +168,6 @@ def _with_ray(job: CorpusJob, source: str, workers: int, text_field: str, id_fie
 
 @contextmanager
 def _progress(source: str) -> Iterator[Callable[[float, int], None]]:
-    """A bar on standard error: documents, with the rate of tokens and the remaining time."""
     from probemon.lab.corpora.documents import count_documents
 
     n_tokens = 0
@@ -194,12 +189,12 @@ def _progress(source: str) -> Iterator[Callable[[float, int], None]]:
 
 def _report(analysis: Analysis, out: Path, as_json: bool) -> None:
     if analysis.complete and not analysis.manifest["totals"]["documents"]:
-        raise ConfigError("there was nothing to score: no documents came")
+        raise ConfigError("there was nothing to score: the input has no documents")
     if not analysis.complete:
         if as_json:
             answer({"directory": str(out), "complete": False})
         else:
-            say(f"{out}: this process has done its part; those of other ranks are missing still")
+            say(f"{out}: this process has done its part; the parts of other ranks are still missing")
     elif as_json:
         answer({"directory": str(out), "complete": True, **analysis.manifest["totals"]})
     else:

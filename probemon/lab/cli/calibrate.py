@@ -1,8 +1,6 @@
 """The command calibrate.
 
-    probemon calibrate packs/mine --benign ordinary.jsonl --fpr 0.01 --aggregate ema:0.3 \\
-        --watch animal --positive animals.jsonl --out my-pack
-    probemon calibrate my-pack --benign ordinary.jsonl --expand-recall 0.99
+probemon calibrate packs/mine --benign ordinary.jsonl --fpr 0.01 --aggregate ema:0.3 --watch animal --out my-pack
 """
 
 from __future__ import annotations
@@ -33,8 +31,8 @@ if TYPE_CHECKING:
     from probemon.packs.pack import ProbePack
 
 _SHOWN = 20
-_FAR_BELOW, _STRICT = 10, 0.01  # so many times under the pack's own threshold, at such a rate or a lower one, is told
-_WIDTH = 160  # of a table that is read by a program or from a file: a cut number would be a wrong one
+_FAR_BELOW, _STRICT = 10, 0.01  # warn this many times under the pack's own threshold, at this rate or lower
+_WIDTH = 160  # wide enough not to cut numbers
 
 
 def calibrate(
@@ -50,7 +48,7 @@ def calibrate(
     ],
     positive: Annotated[
         str | None,
-        typer.Option(help="Documents with the watched concepts; a field 'concepts' says which (else all of them)."),
+        typer.Option(help="Documents with the watched concepts; a field 'concepts' names them (default: all)."),
     ] = None,
     fpr: Annotated[
         float | None, typer.Option(help="Calibrate alerts: the most a benign unit may exceed a concept's threshold.")
@@ -59,7 +57,7 @@ def calibrate(
         str,
         typer.Option(
             help=(
-                "What alerts compare: none (each token), mean, max, attention[:T], ema:W, rolling_mean:N,"
+                "Aggregator of scores for alerts: none (each token), mean, max, attention[:T], ema:W, rolling_mean:N,"
                 " rolling_max:N."
             )
         ),
@@ -83,9 +81,7 @@ def calibrate(
             ),
         ),
     ] = False,
-    unit: Annotated[
-        str, typer.Option(help="What the rate is a share of: token, or document (any token of it).")
-    ] = "token",
+    unit: Annotated[str, typer.Option(help="Unit of the rate: token, or document (any token of it).")] = "token",
     confidence: Annotated[float, typer.Option(help="Probability with which all thresholds hold together.")] = 0.95,
     expand_recall: Annotated[
         float | None,
@@ -112,28 +108,26 @@ def calibrate(
     window: opt.WindowTokens = 0,
     overlap: opt.Overlap = -1,
     model: Annotated[
-        str | None, typer.Option(help="A model folder, a hub name, or 'demo'. Default: the pack's own host.")
+        str | None, typer.Option(help="A model folder, a hub name, or 'demo'. Default: the model that the pack names.")
     ] = None,
     dtype: opt.Dtype = "auto",
     device: opt.Device = "cpu",
     threads: opt.Threads = 0,
     out: Annotated[
         Path | None,
-        typer.Option(
-            help="Where the calibrated pack is written: a folder that is not there yet. Default: PACK-calibrated."
-        ),
+        typer.Option(help="Folder for the calibrated pack; must not exist. Default: PACK-calibrated."),
     ] = None,
     as_json: opt.AsJson = False,
 ) -> None:
     """Set thresholds of PACK from documents, and write them to a new version of it.
 
-    Alert thresholds are set to a false-positive rate, expand thresholds to a recall. Watched concepts are scored at
-    every token, as rules watch them. With --expand-recall and alerts for single tokens, half of the documents set the
-    alerts, since those must not depend on the documents that the recall is shown on.
+    Alert thresholds are set to a false-positive rate, expand thresholds to a recall. With --expand-recall and alerts
+    for single tokens, half of the documents set the alerts, because these must not depend on those that show the
+    recall.
     """
     from probemon.core.aggregate import Each, parse
     from probemon.engine.kernels import check_device
-    from probemon.host.identity import host_identity, stated_host
+    from probemon.host.identity import manifest_host, model_identity
     from probemon.host.model import longest_input
     from probemon.lab.calibration.calibrated_pack import write_calibrated
     from probemon.lab.calibration.score_statistics import ScoreStatistics
@@ -154,7 +148,7 @@ def calibrate(
     target = out or _beside(pack, opened)
     _check_target(target)
     watched = opened.find_all(watch) if watch else _all_but_bounding(opened)
-    # What is wrong with the documents shows before they are scored, which takes minutes.
+    # Errors show before scoring, which takes minutes.
     for source in (benign, *([] if positive is None else [positive])):
         check_readable(source, read)
     if note := labelled(benign, read):
@@ -162,22 +156,20 @@ def calibrate(
     for document in read(positive) if positive not in (None, "-") else ():
         concepts_of(document, opened)
     name = model or _host_of(opened)
-    host, tokenizer = load_aloud(name, device, dtype, reads_texts=True)
-    # Every probe is scored; the descent, which only says what was seen, is the least there is.
+    watched_model, tokenizer = load_aloud(name, device, dtype, reads_texts=True)
+    # Every probe is scored; the descent only marks seen tokens.
     manager = make_manager(
         opened, device=device, load_threshold=1.0, max_loaded_probes=opened.n_probes, strategy="descent"
     )
-    score = partial(ScoredDocuments.of, manager, host, tokenizer, reading=reading, read=read)
-    # A recall is that of all probes.
+    score = partial(ScoredDocuments.of, manager, watched_model, tokenizer, reading=reading, read=read)
     ordinary = score(benign, np.asarray(watched) if expand_recall is None else np.arange(opened.n_probes), "benign")
     present = None if positive is None else score(positive, np.asarray(watched), "positive")
     alerts, expansion = goals.calibrate(opened, watched, ordinary, present)
     inputs = {
         "benign": ordinary.stated(),
         "positive": None if present is None else present.stated(),
-        "host": {"model": name, "dtype": str(host.dtype).removeprefix("torch."), "device": device},
-        # What a token of a longer document came after.
-        "window": asdict(reading.window_for(type(host).__name__, longest_input(host))),
+        "host": {"model": name, "dtype": str(watched_model.dtype).removeprefix("torch."), "device": device},
+        "window": asdict(reading.window_for(type(watched_model).__name__, longest_input(watched_model))),
     }
     columns = watched if expand_recall is None else range(opened.n_probes)
     score_counts = ScoreStatistics.of(ordinary.scores, columns, goals.aggregator)
@@ -190,12 +182,12 @@ def calibrate(
         statistics=score_counts,
         inputs=inputs,
         drift=ordinary.counts if ordinary.requests else None,
-        host=host_identity(host, tokenizer),
-        stated=stated_host(host, name),
+        host=model_identity(watched_model, tokenizer),
+        stated=manifest_host(watched_model, name),
         chat_date=ordinary.chat_date or (None if present is None else present.chat_date),
     )
     if as_json:
-        stated = {
+        summary = {
             "expansion": expansion and expansion.stated(),
             "statistics": score_counts.stated(),
             "inputs": inputs,
@@ -204,18 +196,18 @@ def calibrate(
                 "positive": None if present is None else present.left_out(),
             },
         }
-        answer({"directory": str(target), "name": calibrated.name, **_rates(opened, watched, alerts), **stated})
+        answer({"directory": str(target), "name": calibrated.name, **_rates(opened, watched, alerts), **summary})
     else:
         _show(calibrated, target, watched, alerts, expansion, ordinary, present)
         say(score_counts.sentence().replace("`", ""))
-    # At a loose rate thresholds are low by what was asked for.
-    if alerts is not None and goals.is_strict and (low := _far_below(opened, watched, alerts)):
-        say(low, error=True)
+    # A loose rate explains low thresholds.
+    if alerts is not None and goals.is_strict and (warning := _far_below(opened, watched, alerts)):
+        say(warning, error=True)
 
 
 @dataclass(frozen=True)
 class _Goals:
-    """What to calibrate: alerts where `fpr` is given, expansion where `recall` is."""
+    """Alerts if `fpr` is given, expansion if `recall` is."""
 
     fpr: float | None
     recall: float | None
@@ -226,11 +218,10 @@ class _Goals:
 
     @property
     def is_strict(self) -> bool:
-        """Whether thresholds are to be met so rarely that low ones say something of the documents."""
         return self.fpr is not None and self.fpr <= _STRICT
 
     def check(self, *, has_alert_options: bool, counts_alone: bool) -> None:
-        """Raise `ConfigError` or `CalibrationError` for goals that cannot be reached or say nothing."""
+        """Raise `ConfigError` or `CalibrationError` for invalid goals."""
         from probemon.core.baselines import refuse_baseline
         from probemon.lab.calibration.calibrate import check_targets
         from probemon.lab.calibration.expansion import check_recall
@@ -242,7 +233,7 @@ class _Goals:
                 " --statistics to count scores alone"
             )
         if self.fpr is None and has_alert_options:
-            raise ConfigError("--positive, --watch, --family and --aggregate are of alert thresholds: give --fpr too")
+            raise ConfigError("--positive, --watch, --family and --aggregate apply to alert thresholds: give --fpr too")
         if self.fpr is not None:
             check_targets(self.fpr, self.confidence, self.unit)
         if self.recall is not None:
@@ -251,13 +242,13 @@ class _Goals:
     def calibrate(
         self, pack: ProbePack, watched: list[int], ordinary: ScoredDocuments, present: ScoredDocuments | None
     ) -> tuple[CalibratedAlerts | None, Expansion | None]:
-        """Return what was calibrated on scored documents. Raises `CalibrationError`."""
+        """Return alerts and expansion of scored documents. Raises `CalibrationError`."""
         from probemon.core.aggregate import Each
         from probemon.lab.calibration.calibrate import calibrate_alerts
         from probemon.lab.calibration.expansion import Reach, calibrate_on, split
 
         shaping, calibrating = split(len(ordinary.scores))
-        # The recall is of what fires, so alerts for single tokens must not have seen the documents that show it.
+        # Single-token alerts decide what fires: they must not use the documents that show the recall.
         alerts_shape_recall = self.recall is not None and self.fpr is not None and self.aggregator == Each()
         alerts = expansion = None
         if self.fpr is not None:
@@ -287,7 +278,6 @@ def _all_but_bounding(pack: ProbePack) -> list[int]:
 
 
 def _beginning(pack: ProbePack) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the levels and the probes with which the pack's descents begin, as it recommends."""
     from probemon.core.settings import CascadeConfig
 
     config = CascadeConfig.of(
@@ -297,23 +287,22 @@ def _beginning(pack: ProbePack) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 
 def _far_below(pack: ProbePack, watched: list[int], alerts: CalibratedAlerts) -> str:
-    """Warn of thresholds far below the pack's own: of other text than these documents they will be met everywhere."""
-    own = pack.alert_threshold.numpy()[watched]
-    low = [i for i, threshold in enumerate(alerts.threshold.tolist()) if threshold < own[i] / _FAR_BELOW]
+    """Return a warning about thresholds far below the pack's own, or ""."""
+    usual = pack.alert_threshold.numpy()[watched]
+    low = [i for i, threshold in enumerate(alerts.threshold.tolist()) if threshold < usual[i] / _FAR_BELOW]
     if not low:
         return ""
     at = low[0]
     name = pack.concepts[watched[at]]["name"]
     others = f", and {len(low) - 1} more likewise" if len(low) > 1 else ""
     return (
-        f"far below the pack's own thresholds: {name!r} at {alerts.threshold[at]:.2g}, where the pack has"
-        f" {own[at]:.2g}{others}. These documents hardly touch what such a probe reads, and harmless text that"
+        f"far below the pack's own thresholds: {name!r} at {alerts.threshold[at]:.2g}, the pack's is"
+        f" {usual[at]:.2g}{others}. These documents hardly touch what such a probe reads, and harmless text that"
         " does will be over it: give documents like those that are to be watched"
     )
 
 
 def _rates(pack: ProbePack, watched: list[int], alerts: CalibratedAlerts | None) -> dict[str, Any]:
-    """For `--json`: what alerts were calibrated to, and the rates of each concept."""
     if alerts is None:
         return {"concepts": None}
     return {
@@ -325,7 +314,6 @@ def _rates(pack: ProbePack, watched: list[int], alerts: CalibratedAlerts | None)
 
 
 def _check_target(target: Path) -> None:
-    """Raise `PackError` where a folder cannot be made."""
     if target.exists():
         raise PackError(f"{target} exists: choose another folder with --out")
     why = why_not_writable(target)
@@ -334,7 +322,7 @@ def _check_target(target: Path) -> None:
 
 
 def _beside(pack: str, opened: ProbePack) -> Path:
-    """PACK-calibrated, where the pack is a folder beside it."""
+    """Return PACK-calibrated, next to the pack if that is a folder."""
     if not Path(pack).is_dir():
         return Path(f"{Path(pack).name}-calibrated")
     folder = opened.directory.resolve()
@@ -364,8 +352,8 @@ def _show(
     scored, *copies = ordinary.sentences("benign")
     say(f"{target}: {pack.name}, from {scored}")
     if pack.alert_set is not None:
-        others = f"; it keeps {', '.join(pack.alert_sets[1:])} beside it" if pack.alert_sets[1:] else ""
-        say(f"what fires is said by its set of alert thresholds {pack.alert_set}{others}")
+        others = f"; it keeps {', '.join(pack.alert_sets[1:])} in addition" if pack.alert_sets[1:] else ""
+        say(f"events use its set of alert thresholds {pack.alert_set}{others}")
     say(*copies)
     if not_in_drift := ordinary.not_in_drift():
         say(not_in_drift)
@@ -375,7 +363,9 @@ def _show(
     if expansion is not None:
         slack = "the last resort, no slack at all" if expansion.slack is None else f"slack {expansion.slack:.4g}"
         sentence = expansion.sentence().replace("`", "")
-        say(f"{sentence} At {slack}; {counted(expansion.n_unknown, 'probe')} always expanded for want of scores.")
+        say(
+            f"{sentence} At {slack}; {counted(expansion.n_unknown, 'probe')} always expanded because of too few scores."
+        )
     if alerts is None:
         return
     compared = "single tokens" if str(alerts.aggregator) == "each" else alerts.aggregator
@@ -407,7 +397,7 @@ def _show(
         table.add_column(f"true-positive rate, by {alerts.unit}", justify="right")
     for i, probe in list(enumerate(watched))[:_SHOWN]:
         cells = [_rate(false_rates.entry(i))]
-        if true_rates is not None:  # each concept has positives of its own
+        if true_rates is not None:
             true_rate = true_rates.entry(i)
             cells.append(_rate(true_rate) + (f" of {true_rate['n']}" if true_rate["n"] else ""))
         table.add_row(" > ".join(pack.path(probe)), in_short(float(alerts.threshold[i]), ".4g"), *cells)

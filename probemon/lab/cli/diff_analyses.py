@@ -1,6 +1,5 @@
 """The command diff.
 
-probemon diff before/ after/
 probemon diff before/ after/ --by max --fdr 0.01 --out diff.parquet
 """
 
@@ -24,29 +23,30 @@ if TYPE_CHECKING:
     from probemon.lab.corpora.compare import Comparison, ConceptDifference, Corpus
 
 _PATH = 50  # columns of a path
-_WIDTH = 140  # of a table where the terminal is narrower, or there is none: a cut number would be a wrong one
+_WIDTH = 140  # wide enough not to cut numbers
 
 
 def diff(
     a: Annotated[Path, typer.Argument(metavar="DIR_A", help="An analysis: the folder that `probemon analyze` wrote.")],
     b: Annotated[
-        Path, typer.Argument(metavar="DIR_B", help="The one to compare with it; of the same pack, host and settings.")
+        Path, typer.Argument(metavar="DIR_B", help="The one to compare with it; of the same pack, model and settings.")
     ],
     by: Annotated[
         str,
         typer.Option(
-            help="What is compared of a document: share (of its tokens over the floor) or max (whether any was)."
+            help="Compared value of a document: share (of its tokens over the floor) or max (whether any is over it)."
         ),
     ] = "share",
     fdr: Annotated[
-        float, typer.Option(help="The false-discovery rate: the most of what is listed that may be chance.")
+        float,
+        typer.Option(help="The false-discovery rate: the largest share of the listed concepts that may be chance."),
     ] = 0.05,
     resamples: Annotated[int, typer.Option(help="Resamples of the bootstrap.")] = 1000,
     confidence: Annotated[float, typer.Option(help="Confidence of the intervals.")] = 0.95,
     seed: Annotated[int, typer.Option(help="Seed of the bootstrap.")] = 0,
     rows: Annotated[int, typer.Option(help="Concepts shown of each direction, the largest effects first.")] = 20,
     out: Annotated[
-        Path | None, typer.Option(help="Write a row for every concept tested: a parquet file that is not there yet.")
+        Path | None, typer.Option(help="Write a row for every concept tested: a parquet file that does not exist.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object, with every concept tested.")] = False,
 ) -> None:
@@ -57,7 +57,7 @@ def diff(
     if rows < 1:
         raise ConfigError(f"--rows is {rows}: give 1 or more")
     if out is not None:
-        check_new(out)  # before the work
+        check_new(out)
     first, second = Analysis.open(a), Analysis.open(b)
     with progress_bar("diff", total=resamples, unit="") as bar:
         comparison = compare(
@@ -81,15 +81,15 @@ def _show(comparison: Comparison, most: int) -> None:
     if comparison.a.n_dropped or comparison.b.n_dropped:
         say(
             f"a limit dropped a probe at a token {comparison.a.n_dropped} times in A and {comparison.b.n_dropped} times"
-            " in B; what they would have shown is not in this (raise max_loaded_probes)"
+            " in B; their scores are missing here (raise max_loaded_probes)"
         )
     over = "its alert threshold" if comparison.floor == "fired" else f"{comparison.floor:g}"
-    what = {
+    quantity = {
         "share": f"share of a document's tokens with a score over {over}",
         "max": f"whether any token of a document has a score over {over}",
     }[comparison.by]
     say(
-        f"compared: {what}; mean over documents in %, B minus A, with {100 * comparison.confidence:g} % bootstrap"
+        f"compared: {quantity}; mean over documents in %, B minus A, with {100 * comparison.confidence:g} % bootstrap"
         " intervals"
     )
     listed = comparison.differing
@@ -120,24 +120,22 @@ def _show(comparison: Comparison, most: int) -> None:
         if rows:
             console.print(_table(title, shown, len(rows)))
     if explained:
-        say("< a narrower concept below it differs at least as much, and may be all there is to it")
+        say("< a narrower concept below it differs at least as much and may explain the difference")
 
 
 def _corpus(letter: str, corpus: Corpus) -> str:
-    left_out = [
-        f"{n} {why}" for n, why in ((corpus.n_bad, "bad"), (corpus.n_unseen, "without a token that was seen")) if n
-    ]
-    beside = f" (left out: {', '.join(left_out)})" if left_out else ""
+    left_out = [f"{n} {why}" for n, why in ((corpus.n_bad, "bad"), (corpus.n_unseen, "without a seen token")) if n]
+    note = f" (left out: {', '.join(left_out)})" if left_out else ""
     n = corpus.n_documents + corpus.n_bad + corpus.n_unseen
     return (
-        f"{letter}  {corpus.directory}: {corpus.n_documents} of {counted(n, 'document')} compared{beside},"
+        f"{letter}  {corpus.directory}: {corpus.n_documents} of {counted(n, 'document')} compared{note},"
         f" {counted(corpus.n_tokens, 'seen token')}, {corpus.median_tokens:g} in the median document"
     )
 
 
 def _table(title: str, rows: Sequence[ConceptDifference], n: int) -> Table:
-    of = f"{title}: {n}" + (f", the largest {len(rows)} effects" if len(rows) < n else "")
-    table = plain_table(title=of, title_justify="left", title_style="bold")
+    caption = f"{title}: {n}" + (f", the largest {len(rows)} effects" if len(rows) < n else "")
+    table = plain_table(title=caption, title_justify="left", title_style="bold")
     table.add_column("concept", no_wrap=True)
     for name in ("A %", "B %", "B - A", "B / A", "Cliff's delta", "q"):
         table.add_column(name, justify="right", no_wrap=True)

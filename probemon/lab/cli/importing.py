@@ -1,10 +1,8 @@
 """The commands import hatcat, probelab, probekit, steerkit, saelens, hallucination, safetensors.
 
     probemon import hatcat lens_packs/mine packs/mine --site resid_post.15 --normalize layernorm
-    probemon import safetensors heads.safetensors packs/heads --mapping heads.json
 
-Pickled objects (scikit-learn's among them) are never opened: load them yourself and use
-`probemon.lab.importers.sklearn`.
+Pickled objects are never opened: use `probemon.lab.importers.sklearn`.
 """
 
 from __future__ import annotations
@@ -35,24 +33,20 @@ importing = typer.Typer(
 )
 
 SITES = (
-    "resid_post.N, the output of block N, counted from 0; attn_out.N or mlp_out.N, what its attention or feed-forward"
-    " part gives; ssm_state.N or delta.N, the state or the step of a recurrent layer."
+    "resid_post.N, the output of block N, counted from 0; attn_out.N or mlp_out.N, the output of its attention or"
+    " feed-forward part; ssm_state.N or delta.N, the state or the step of a recurrent layer."
 )
 
-Source = Annotated[Path, typer.Argument(metavar="SRC", help="What the other project wrote.")]
-Target = Annotated[
-    Path, typer.Argument(metavar="DST", help="Where the pack is written: a folder that is not there yet.")
-]
-Site = Annotated[str, typer.Option(help=f"Where the host's state is read: {SITES} No file says it.")]
+Source = Annotated[Path, typer.Argument(metavar="SRC", help="Files of the other project.")]
+Target = Annotated[Path, typer.Argument(metavar="DST", help="Folder for the pack; must not exist.")]
+Site = Annotated[str, typer.Option(help=f"Site of the model's hidden state: {SITES} Not in the files.")]
 Normalize = Annotated[
     str,
-    typer.Option(
-        help="What was done to each state before the probes saw it: none, layernorm or rmsnorm. No file says it."
-    ),
+    typer.Option(help="Normalisation of each state before the probes: none, layernorm or rmsnorm. Not in the files."),
 ]
 Name = Annotated[str | None, typer.Option(help="Name of the pack. Default: that of its folder.")]
 Licence = Annotated[str, typer.Option(help="Licence of the probes.")]
-Model = Annotated[str | None, typer.Option(help="The host's name on the hub, where the files do not say it.")]
+Model = Annotated[str | None, typer.Option(help="The model's name on the hub, if it is not in the files.")]
 Json = Annotated[bool, typer.Option("--json", help="One JSON object: what was imported, with every note about it.")]
 
 NOT_STATED = "not stated"
@@ -66,7 +60,7 @@ def hatcat(
     normalize: Normalize,
     hierarchy: Annotated[
         Path | None,
-        typer.Option(help="hierarchy.json or a layer file, or the folder that holds them, where it is not SRC."),
+        typer.Option(help="hierarchy.json or a layer file, or their folder, if it is not SRC."),
     ] = None,
     flat: Annotated[
         bool, typer.Option("--flat", help="Leave all edges out: every probe is scored at every token.")
@@ -75,7 +69,7 @@ def hatcat(
         bool, typer.Option("--allow-unlisted", help="Take a hierarchy that lacks more than a fifth of the probes.")
     ] = False,
     break_cycles: Annotated[
-        bool, typer.Option("--break-cycles", help="Leave out the edges of a hierarchy that lead back, and say which.")
+        bool, typer.Option("--break-cycles", help="Leave out the edges that close cycles, and list them.")
     ] = False,
     dtype: Annotated[
         str,
@@ -121,7 +115,6 @@ def hatcat(
 
 
 def _command_of_states(module: str, function: str) -> Callable[..., None]:
-    """Return a command for an importer whose files say neither where states are read nor how they are normalised."""
 
     def command(
         source: Source,
@@ -156,7 +149,7 @@ def steerkit(
     scale: Annotated[
         float,
         typer.Option(
-            help="Length of the fitted coefficients, which the files do not hold; 1 where it is lost (with --no-bias)."
+            help="Length of the fitted coefficients, which is not in the files; 1 if it is lost (with --no-bias)."
         ),
     ],
     method: Annotated[
@@ -168,7 +161,7 @@ def steerkit(
     overwrite: opt.OverwritePack = False,
     as_json: Json = False,
 ) -> None:
-    """Import probes of steerkit: a .safetensors file, or a folder of them. Layer and host are in the files."""
+    """Import probes of steerkit: a .safetensors file, or a folder of them. Layer and model are in the files."""
     from probemon.lab.importers.steerkit import import_files
 
     _report_manifest(
@@ -185,27 +178,26 @@ def saelens(
     target: Target,
     features: Annotated[str | None, typer.Option(help="Which features, by number: 3,17,100-120. Default: all.")] = None,
     names: Annotated[Path | None, typer.Option(help='Names of features: a JSON file, {"17": "cats"}.')] = None,
-    site: Annotated[
-        str | None, typer.Option(help=f"Where the state is read, where cfg.json does not say it: {SITES}")
-    ] = None,
+    site: Annotated[str | None, typer.Option(help=f"Site of the state, if it is not in cfg.json: {SITES}")] = None,
     centered: Annotated[
         bool | None,
         typer.Option(
             help=(
-                "Whether states had their mean subtracted (TransformerLens with centred writing weights), where"
-                " cfg.json does not say."
+                "Whether states had their mean subtracted (TransformerLens with centred writing weights), if it"
+                " is not in cfg.json."
             )
         ),
     ] = None,
     activation_scale: Annotated[
-        float | None, typer.Option(help="The factor on states of 'expected_average_only_in', which no file holds.")
+        float | None,
+        typer.Option(help="The factor on states of 'expected_average_only_in', which is not in the files."),
     ] = None,
     sharpness: Annotated[
         float,
         typer.Option(
             help=(
-                "Multiplies the logits, by 0.001 to 1000: under 1 keeps strong activations apart. Where probes fire"
-                " does not change."
+                "Multiplies the logits, by 0.001 to 1000: under 1 keeps strong activations apart. It does not"
+                " change where probes fire."
             )
         ),
     ] = 1.0,
@@ -218,7 +210,7 @@ def saelens(
     """Import features of a sparse autoencoder from the folder that SAELens saved. Each fires where it is active."""
     from probemon.lab.importers.saelens import import_sae
 
-    more: dict[str, Any] = {"model": model} if model is not None else {}
+    model_option: dict[str, Any] = {"model": model} if model is not None else {}
     pack = import_sae(
         source,
         target,
@@ -231,7 +223,7 @@ def saelens(
         name=name,
         licence=licence,
         overwrite=overwrite,
-        **more,
+        **model_option,
     )
     _report_manifest(pack, as_json)
 
@@ -270,14 +262,12 @@ def hallucination(
 def safetensors(
     source: Source,
     target: Target,
-    mapping: Annotated[Path, typer.Option(help="A JSON file that says which tensors make up which probe.")],
+    mapping: Annotated[Path, typer.Option(help="A JSON file that assigns tensors to probes.")],
     site: Annotated[
         str | None,
-        typer.Option(help=f"Where the host's state is read, but by probes that the mapping gives a site: {SITES}"),
+        typer.Option(help=f"Site of the hidden state, for probes without one in the mapping: {SITES}"),
     ] = None,
-    normalize: Annotated[
-        str | None, typer.Option(help="none, layernorm or rmsnorm, whatever the mapping says.")
-    ] = None,
+    normalize: Annotated[str | None, typer.Option(help="none, layernorm or rmsnorm; overrides the mapping.")] = None,
     name: Name = None,
     overwrite: opt.OverwritePack = False,
     as_json: Json = False,
@@ -294,7 +284,6 @@ def safetensors(
 
 
 def _labels(path: Path | None) -> dict[int, str] | None:
-    """Read names of features from a JSON file. Raises `ConfigError`."""
     from probemon.lab.importers.foreign_files import read_json
 
     if path is None:
@@ -308,14 +297,15 @@ def _labels(path: Path | None) -> dict[int, str] | None:
 
 
 def _numbers(text: str | None) -> Iterator[int] | None:
-    """Return `3,17,100-120` as numbers. Raises `ConfigError`."""
     if text is None:
         return None
     ranges: list[range] = []
     for part in text.split(","):
         first, dash, last = (piece.strip() for piece in part.partition("-"))
         if not _is_number(first) or (dash and not _is_number(last)):
-            raise ConfigError(f"--features {text!r}: {part.strip()!r} is no number and no range: write 3,17,100-120")
+            raise ConfigError(
+                f"--features {text!r}: {part.strip()!r} is neither a number nor a range: write 3,17,100-120"
+            )
         ranges.append(range(int(first), int(last if dash else first) + 1))
         if not ranges[-1]:
             raise ConfigError(f"--features {text!r}: {part.strip()!r} is backwards: write the smaller number first")
@@ -327,7 +317,6 @@ def _is_number(piece: str) -> bool:
 
 
 def _report_manifest(pack: ProbePack, as_json: bool) -> None:
-    """Report a pack whose import is all in its manifest."""
     report = dict(pack.manifest["provenance"]["import"])
     inputs = f"read at {', '.join(pack.sites)}, normalised by {report['normalize']}"
     _report(pack, as_json, report, [f"imported from {report['source']}: {inputs}", *report["notes"]])
@@ -335,7 +324,7 @@ def _report_manifest(pack: ProbePack, as_json: bool) -> None:
 
 def _report(pack: ProbePack, as_json: bool, report: dict[str, Any], lines: list[str]) -> None:
     warning = str(report.get("warning", ""))
-    if warning:  # before all else
+    if warning:
         say(f"warning: {warning}", error=as_json)
     if as_json:
         answer(

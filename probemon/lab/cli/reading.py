@@ -7,7 +7,7 @@ from probemon.lab.corpora.windows import Window
 
 
 def window_of(n_tokens: int, overlap: int) -> Window | None:
-    """Return the window that --window and --overlap ask for, None for the default one. Raises `ConfigError`."""
+    """None for the default window. Raises `ConfigError`."""
     if n_tokens == 0:
         if overlap >= 0:
             raise ConfigError(f"--overlap is {overlap}: give --window too")

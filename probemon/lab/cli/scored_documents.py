@@ -1,8 +1,4 @@
-"""ScoredDocuments: every probe's score at every token of a source's documents, for the command calibrate.
-
-benign = ScoredDocuments.of(manager, model, tokenizer, "ordinary.jsonl", columns, "benign", reading=..., read=...)
-benign.scores                                   # [T, K] of each document
-"""
+"""Scores of every probe at every token of a source's documents."""
 
 from __future__ import annotations
 
@@ -30,34 +26,34 @@ if TYPE_CHECKING:
 
 
 _FIRST = 1000  # documents
-_MOST_REASONS = 10  # why a document was left out
-_LIKE_CONCEPTS = ("concept", "label", "labels")  # what other tools call the field "concepts"
+_MOST_REASONS = 10
+_LIKE_CONCEPTS = ("concept", "label", "labels")  # names of the field "concepts" in other tools
 
 
 @dataclass
 class ScoredDocuments:
-    """The documents of a source, scored."""
+    """The scored documents of a source."""
 
     source: str
-    scores: list[Floats] = field(default_factory=list)  # [T, K] of the tokens seen, in order
+    scores: list[Floats] = field(default_factory=list)  # [T, K] of the seen tokens
     documents: list[Document] = field(default_factory=list)
-    bad: list[Document] = field(default_factory=list)  # those that could not be scored, with reasons
+    bad: list[Document] = field(default_factory=list)
     sha256: str = ""
-    requests: list[RequestTraits] = field(default_factory=list)  # each document as a request; see `counts`
+    requests: list[RequestTraits] = field(default_factory=list)
 
     @property
     def n_copies(self) -> int:
-        """Documents whose text another one has too: a bound counts them as independent, which they are not."""
+        """Documents whose text another one also has; bounds wrongly count them as independent."""
         return len(self.documents) - len({document.text for document in self.documents})
 
     @property
     def chat_date(self) -> str | None:
-        """The day that chats among the documents say it is, None where none says one."""
+        """Date of the chats, or None."""
         return next((document.chat_date for document in self.documents if document.chat_date), None)
 
     @property
     def n_unseen(self) -> int:
-        """Documents without a token that was seen, which are in no rate."""
+        """Documents without a seen token."""
         return sum(not len(scores) for scores in self.scores)
 
     @classmethod
@@ -77,7 +73,7 @@ class ScoredDocuments:
         from probemon.lab.corpora.documents import count_documents
 
         result, digest = cls(source), hashlib.sha256()
-        unknown = np.full(manager.pack.n_probes, np.inf, dtype=np.float32)  # what fires is said by `counts`
+        no_alerts = np.full(manager.pack.n_probes, np.inf, dtype=np.float32)
         with progress_bar(label, total=count_documents(source)) as bar:
             scored_documents = score_documents(
                 manager,
@@ -96,7 +92,7 @@ class ScoredDocuments:
                 everything = scored.everything.numpy()[seen]
                 result.scores.append(everything[:, columns])
                 if len(seen) == len(scored.everything) > 0 and scored.norms is not None:
-                    result.requests.append(RequestTraits.of(everything, scored.norms.numpy(), unknown))
+                    result.requests.append(RequestTraits.of(everything, scored.norms.numpy(), no_alerts))
                 result.documents.append(scored.document)
                 digest.update(scored.document.text.encode() + b"\0")
         if not result.scores:
@@ -105,11 +101,11 @@ class ScoredDocuments:
         return result
 
     def counts(self, alert: Floats) -> RequestCounts:
-        """Count the documents of which every token was seen, by alert thresholds `[P]`, as requests are counted."""
+        """Count the fully seen documents as requests, by alert thresholds `[P]`."""
         return RequestCounts.of([replace(request, fired=request.highest > alert) for request in self.requests])
 
     def stated(self) -> dict[str, Any]:
-        """For the record. The hash is of the texts that were scored, each with a zero byte after it."""
+        """Return a record. The hash is of the scored texts, each followed by a zero byte."""
         name = "standard input" if self.source == "-" else Path(self.source).name
         return {
             "source": name,
@@ -122,7 +118,7 @@ class ScoredDocuments:
         }
 
     def left_out(self) -> dict[str, Any]:
-        """For `--json`: how many documents are in no rate, or only some of their tokens, and why the first are not."""
+        """Return counts and reasons of documents not fully scored."""
         reasons = [{"id": document.id, "reason": document.reason} for document in self.bad[:_MOST_REASONS]]
         n_partly_seen = len(self.scores) - self.n_unseen - len(self.requests)
         return {
@@ -133,7 +129,7 @@ class ScoredDocuments:
         }
 
     def sentences(self, kind: str) -> list[str]:
-        """Say how many documents of a kind were scored, which were left out and why, and whether some are copies."""
+        """Describe the scored documents, those left out, and copies."""
         n, n_tokens = len(self.scores) - self.n_unseen, sum(map(len, self.scores))
         left_out = ""
         if self.bad:
@@ -141,46 +137,46 @@ class ScoredDocuments:
                 f", {counted(len(self.bad), 'bad one')} left out (first: {self.bad[0].id}: {self.bad[0].reason})"
             )
         if self.n_unseen:
-            left_out += f", {self.n_unseen} left out without a token that was seen"
-        said = [f"{counted(n, f'{kind} document')} of {counted(n_tokens, 'token')}{left_out}"]
+            left_out += f", {self.n_unseen} left out without a seen token"
+        lines = [f"{counted(n, f'{kind} document')} of {counted(n_tokens, 'token')}{left_out}"]
         if self.n_copies:
             are = "is a copy of another" if self.n_copies == 1 else "are copies of others"
-            said.append(
-                f"{self.n_copies} of {len(self.scores)} {kind} documents {are}: the bounds take them as"
+            lines.append(
+                f"{self.n_copies} of {len(self.scores)} {kind} documents {are}: the bounds count them as"
                 " independent, so they are too narrow"
             )
-        return said
+        return lines
 
     def not_in_drift(self) -> str:
-        """Say how many scored documents are in no reference of drift; "" where all are."""
+        """Return a sentence about documents missing in the drift reference, or ""."""
         n, n_all = len(self.requests), len(self.scores)
-        others = "the others have tokens that were not seen"
-        return "" if n == n_all else f"the pack's reference of drift is of {n} of {n_all} documents: {others}"
+        reason = "the others have unseen tokens"
+        return "" if n == n_all else f"the pack's drift reference has {n} of {n_all} documents: {reason}"
 
     def with_concepts(self, pack: ProbePack, watched: list[int]) -> Iterator[tuple[Floats, Mask | None]]:
-        """Yield the scores of each document, and which watched concepts it has by its field `concepts`."""
+        """Yield each document's scores and watched concepts, None without a field `concepts`."""
         for scores, document in zip(self.scores, self.documents, strict=True):
             concepts = concepts_of(document, pack)
             yield scores, None if concepts is None else np.isin(watched, concepts)
 
 
 def concepts_of(document: Document, pack: ProbePack) -> list[int] | None:
-    """Probes that a document's field `concepts` names, None without one. Raises `ConfigError`, `UnknownConcept`."""
-    stated = document.fields.get("concepts")
-    if stated is None:
-        if alike := [name for name in _LIKE_CONCEPTS if name in document.fields]:
+    """Return the probes in a document's field `concepts`, or None. Raises `ConfigError`, `UnknownConcept`."""
+    names = document.fields.get("concepts")
+    if names is None:
+        if similar := [name for name in _LIKE_CONCEPTS if name in document.fields]:
             raise ConfigError(
-                f"document {document.id} has a field {alike[0]!r}, which is not read: name its concepts in a list"
-                " 'concepts', or leave the field out where it has all that are watched"
+                f"document {document.id} has a field {similar[0]!r}, which is not read: name its concepts in a list"
+                " 'concepts', or leave the field out if it has all watched concepts"
             )
         return None
-    if not isinstance(stated, list) or not all(isinstance(name, str) for name in stated):
-        raise ConfigError(f"document {document.id}: 'concepts' is {stated!r}: give a list of concept ids")
-    return [pack.find(name) for name in stated]
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise ConfigError(f"document {document.id}: 'concepts' is {names!r}: give a list of concept ids")
+    return [pack.find(name) for name in names]
 
 
 def labelled(source: str, read: Callable[[str], Iterator[Document]]) -> str:
-    """Return a sentence on the labels of documents that are all taken to be benign; "" where the first have none."""
+    """Return a warning if benign documents have labels, or ""."""
     for document in islice(read(source), _FIRST) if source != "-" else ():
         for name in ("concepts", *_LIKE_CONCEPTS):
             if document.fields.get(name):
@@ -192,8 +188,8 @@ def labelled(source: str, read: Callable[[str], Iterator[Document]]) -> str:
 
 
 def check_readable(source: str, read: Callable[[str], Iterator[Document]]) -> None:
-    """Raise `CalibrationError` where none of the first documents of a file or folder can be read."""
-    if source == "-":  # which can be read once
+    """Raise `CalibrationError` if none of the first documents is readable."""
+    if source == "-":  # readable only once
         return
     bad = []
     for document in islice(read(source), _FIRST):

@@ -26,7 +26,7 @@ def states(
     ],
     out: Annotated[
         Path,
-        typer.Option(help="Where the states are written. What lies there of the same texts is gone on with."),
+        typer.Option(help="Folder for the states. Unfinished states of the same texts are continued."),
     ],
     sites: Annotated[
         str,
@@ -59,7 +59,7 @@ def states(
     threads: opt.Threads = 0,
     as_json: opt.AsJson = False,
 ) -> None:
-    """Write the hidden states of DATA in MODEL to files, token by token, with labels: for a trainer of your own."""
+    """Write the hidden states of DATA in MODEL to files, token by token, with labels: for your own trainer."""
     from probemon.core.probes import check_sites_once, parse_site
     from probemon.lab.training.collect import TABLE, collect
     from probemon.lab.training.examples import read_examples
@@ -73,12 +73,12 @@ def states(
     most_bytes = bytes_of(budget) or None
     parse_date(chat_date)
     use_threads(threads)
-    # What is wrong with the texts shows before the model is loaded.
+    # Errors show before the model is loaded.
     read_examples(data, exclusive=exclusive, text_field=text_field, labelled=False)
-    host, tokenizer = load_aloud(model, device, dtype, reads_texts=True)
+    watched_model, tokenizer = load_aloud(model, device, dtype, reads_texts=True)
     with progress_bar("states", unit="token") as bar:
-        found = collect(
-            host,
+        result = collect(
+            watched_model,
             tokenizer,
             data,
             out,
@@ -91,29 +91,29 @@ def states(
             chat_date=chat_date,
             progress=bar.update,
         )
-    widths = {site: kind.width for site, kind in found.store.kinds.items()}
+    widths = {site: kind.width for site, kind in result.store.kinds.items()}
     if parquet:
-        found.write_parquet(out / TABLE)
+        result.write_parquet(out / TABLE)
     if as_json:
         answer(
             {
                 "directory": str(out),
-                "sites": list(found.store.sites),
-                "concepts": found.concepts,
-                "texts": len(found.store.first),
-                "rows": len(found.document),
-                "left_out": found.left_out,
+                "sites": list(result.store.sites),
+                "concepts": result.concepts,
+                "texts": len(result.store.first),
+                "rows": len(result.document),
+                "left_out": result.left_out,
                 "widths": widths,
             }
         )
         return
     say(
-        f"{out}: states of {counted(len(found.document), 'token')} of {counted(len(found.store.first), 'text')} at"
+        f"{out}: states of {counted(len(result.document), 'token')} of {counted(len(result.store.first), 'text')} at"
         f" {', '.join(f'{site} ({width} values each)' for site, width in widths.items())}, in safetensors"
     )
-    if found.left_out:
+    if result.left_out:
         say(
-            f"the budget had no room for {counted(found.left_out, 'token')} more: those that"
-            " are there were drawn, each as likely"
+            f"the budget had no room for {counted(result.left_out, 'token')} more: the written"
+            " ones were drawn at random"
         )
     say("labels, characters and groups of the tokens in tokens.safetensors, the texts in texts.jsonl")

@@ -1,7 +1,6 @@
 """The command train.
 
 probemon train demo mails.jsonl --out mails/
-probemon train ./my-model concepts.yaml texts.csv --out mine/ --layers 8,12,16 --aggregate ema:0.3 --test other.jsonl
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ if TYPE_CHECKING:
     from probemon.lab.training import Trained
 
 _SHOWN = 30
-_WIDTH = 160  # of a table that is read by a program or from a file
+_WIDTH = 160
 _BASELINES = {
     "words": "words",
     "embedding": "embedding",
@@ -44,7 +43,7 @@ def train(
             ),
         ),
     ],
-    out: Annotated[Path, typer.Option(help="The new pack: a folder that is not there yet.")],
+    out: Annotated[Path, typer.Option(help="The new pack: a folder that does not exist.")],
     layers: Annotated[
         str,
         typer.Option(help="Layers to choose from, by cross-validation: auto (five of them), or numbers, as 8,12,16."),
@@ -53,7 +52,7 @@ def train(
         str,
         typer.Option(
             help=(
-                "The kind of probes: auto (what does best on a fifth of the training groups), logistic, watched (the"
+                "The kind of probes: auto (the best on a fifth of the training groups), logistic, watched (the"
                 " loss of the running score), joint (of a hierarchy), mlp, mass_mean or lda."
             )
         ),
@@ -89,8 +88,8 @@ def train(
         float | None,
         typer.Option(
             help=(
-                "The share of what fires that is to be right, in the mix of the texts given: a second set of"
-                " thresholds, which is then recommended."
+                "The share of events that must be right, in the given mix of texts: a second set of thresholds,"
+                " which is then recommended."
             )
         ),
     ] = None,
@@ -98,7 +97,7 @@ def train(
         int,
         typer.Option(
             help=(
-                "How many texts a concept is to have at least: what it lacks MODEL writes, by its name and definition."
+                "Least number of texts of a concept: MODEL writes the missing ones from its name and definition."
                 " They train, and neither calibrate nor test."
             )
         ),
@@ -107,32 +106,30 @@ def train(
         bool,
         typer.Option(
             "--no-background",
-            help="Learn nothing from text that is about nothing in particular (prose, code, lists, chats).",
+            help="Do not train on ordinary background text (prose, code, lists, chats).",
         ),
     ] = False,
     text_field: opt.TextField = "text",
     states: Annotated[
         Path | None,
-        typer.Option(help="A folder for hidden states, which another run takes up. Default: in probemon's cache."),
+        typer.Option(help="A folder for hidden states, which another run reuses. Default: in probemon's cache."),
     ] = None,
     budget: Annotated[float, typer.Option(min=0.01, help="Size of the hidden states on disk, in GB.")] = 4.0,
     seed: Annotated[int, typer.Option(help="The same examples, versions and seed give the same pack.")] = 0,
     chat_date: opt.ChatDate = CHAT_DATE,
     name: Annotated[str, typer.Option(help="Name of the pack; else that of its folder.")] = "",
     licence: Annotated[str, typer.Option(help="Licence of the pack, for its manifest.")] = "unstated",
-    report: Annotated[
-        Path | None, typer.Option(help="Where the report is written, an HTML page. Default: OUT.html.")
-    ] = None,
+    report: Annotated[Path | None, typer.Option(help="File of the report, an HTML page. Default: OUT.html.")] = None,
     dtype: opt.Dtype = "auto",
     device: opt.Device = "cpu",
     threads: opt.Threads = 0,
     overwrite: opt.OverwritePack = False,
     as_json: opt.AsJson = False,
 ) -> None:
-    """Train probes for the concepts of DATA on MODEL, and measure what they can be trusted with.
+    """Train probes for the concepts of DATA on MODEL, and measure how far they can be trusted.
 
-    The texts are split by groups, pairs and near duplicates: some train, some calibrate thresholds, some test. Beside
-    the probes' figures stand those of what needs no probe: the words of a text, input embeddings, its length.
+    Texts are split by groups, pairs and near duplicates into training, calibration and test. The report compares probes
+    with baselines: the words of a text, input embeddings, its length.
     """
     from probemon.lab.training import TrainingSettings
     from probemon.lab.training import train as train_probes
@@ -158,12 +155,12 @@ def train(
         chat_date=chat_date,
     )
     use_threads(threads)
-    # What is wrong with the examples, or with the target, shows before the model is loaded.
+    # Errors show before the model is loaded.
     check_target(out, overwrite)
     page = report or out.with_name(f"{out.name}.html")
     check_report(page, out)
     examples = read_examples(data, exclusive=exclusive, text_field=text_field)
-    host, tokenizer = load_aloud(model, device, dtype, reads_texts=True)
+    watched_model, tokenizer = load_aloud(model, device, dtype, reads_texts=True)
     with progress_bar("states", total=1, unit="") as bar:
 
         def progress(n: int, total: int) -> None:
@@ -171,7 +168,7 @@ def train(
             bar.update(n - bar.n)
 
         trained = train_probes(
-            host,
+            watched_model,
             examples,
             out,
             tokenizer=tokenizer,
@@ -205,17 +202,17 @@ def _show(trained: Trained, out: Path, page: Path) -> None:
     table.add_column("concept", no_wrap=True, overflow="ellipsis")
     for head in ("AUROC", "95 %", "TPR at 1 %", "0.1 %", *_BASELINES.values(), *_CONTROLS.values(), "false alarms"):
         table.add_column(head, justify="right")
-    for id, found in list(quality["concepts"].items())[:_SHOWN]:
-        interval = "–" if found["low"] is None else f"{found['low']:.3f} to {found['high']:.3f}"
-        alarms = found["alert"]["test"]["without"]["rate"]
-        rates = [found["tpr_at_fpr"][rate] for rate in ("0.01", "0.001")]
+    for id, measured in list(quality["concepts"].items())[:_SHOWN]:
+        interval = "–" if measured["low"] is None else f"{measured['low']:.3f} to {measured['high']:.3f}"
+        alarms = measured["alert"]["test"]["without"]["rate"]
+        rates = [measured["tpr_at_fpr"][rate] for rate in ("0.01", "0.001")]
         table.add_row(
             id,
-            _number(found["auroc"]),
+            _number(measured["auroc"]),
             interval,
             *("too few" if rate is None else f"{rate['rate']:.2f}" for rate in rates),
-            *(_number(found["baselines"][key]) for key in _BASELINES),
-            *(_number(found[key]) for key in _CONTROLS),
+            *(_number(measured["baselines"][key]) for key in _BASELINES),
+            *(_number(measured[key]) for key in _CONTROLS),
             "–" if alarms is None else f"{alarms:.2%}",
         )
     terminal(width=max(_WIDTH, terminal().width)).print(table)

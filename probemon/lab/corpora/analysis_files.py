@@ -1,8 +1,4 @@
-"""The files of an analysis: the columns of its tables, and how tables and JSON are read, and written whole.
-
-with replacing(path) as stream: stream.write(...)           # at its place when the block ends well
-table = read_table(path, columns=["document", "score"])
-"""
+"""Columns of the tables of an analysis; atomic reading and writing of its files."""
 
 from __future__ import annotations
 
@@ -23,7 +19,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 TABLES = ("scores", "documents", "summary", "concepts")
-COUNTED = (*(name for name in COUNTS if name != "shed"), "far")  # an analysis has no budget to hold
+COUNTED = (*(name for name in COUNTS if name != "shed"), "far")  # an analysis has no latency budget
 ROWS_PER_GROUP = 1 << 18
 
 
@@ -33,7 +29,7 @@ def arrow() -> Any:
 
 
 def schemas() -> dict[str, pa.Schema]:
-    """Return the columns of each table, in order."""
+    """Return the columns of each table."""
     pa = arrow()
     i64, i32, i16, f32, f64, text = pa.int64(), pa.int32(), pa.int16(), pa.float32(), pa.float64(), pa.string()
     name = pa.dictionary(i32, text)
@@ -66,7 +62,7 @@ def schemas() -> dict[str, pa.Schema]:
 
 
 def read_table(path: Path, columns: Sequence[str] | None = None, filters: Any = None) -> pa.Table:
-    """Read a table. Raises `ConfigError` where it is missing or damaged."""
+    """Raises `ConfigError` if the table is missing or damaged."""
     pa = arrow()
     try:
         return pa.parquet.read_table(path, columns=None if columns is None else list(columns), filters=filters)
@@ -76,8 +72,8 @@ def read_table(path: Path, columns: Sequence[str] | None = None, filters: Any = 
 
 @contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
-    """Open a file that takes its place when the block ends well."""
-    # The process is in the name, since several may write the same file.
+    """Open a file that replaces `path` when the block succeeds."""
+    # Several processes may write the same file.
     partial = path.with_name(f".{path.name}.partial-{os.getpid()}")
     try:
         with partial.open("wb") as stream:
@@ -92,14 +88,14 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
 
 
 def write_table(path: Path, table: pa.Table) -> int:
-    """Write a table, and return the size of its file in bytes."""
+    """Write a table and return its size in bytes."""
     with replacing(path) as stream:
         arrow().parquet.write_table(table, stream, compression="zstd", row_group_size=ROWS_PER_GROUP)
         return stream.tell()
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
-    """Read an object; None where there is no file. Raises `ConfigError`."""
+    """Read an object, or None if there is no file. Raises `ConfigError`."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:

@@ -1,12 +1,10 @@
-"""The folder of an analysis: parquet tables, the scores of each shard apart, and a manifest.
+"""The folder of an analysis: parquet tables and a manifest. Needs the extra `corpus`.
 
     analysis = Analysis.open("scores/")
-    analysis.manifest, analysis.complete
-    analysis.documents(), analysis.summary(), analysis.concepts()       # pyarrow tables
-    analysis.scores(document=17)                                        # rows of one document; without it, of all
+    analysis.documents(), analysis.scores(document=17)       # pyarrow tables
 
-docs/analysis_format.md describes the format. A shard's `.json` is written after the tables that it lists, and only
-then the shard counts: a folder that was left at any moment holds whole shards only. Needs the extra `corpus`.
+Format: docs/formats.md. A shard's `.json` is written after its tables, so an interrupted folder has only whole
+shards.
 """
 
 from __future__ import annotations
@@ -46,9 +44,8 @@ MANIFEST, SHARDS = "manifest.json", "shards"
 
 
 def check_target(path: Path) -> None:
-    """Raise `ConfigError` where an analysis can be neither begun nor continued, since there is something else."""
-    # Hidden files may be left of a run that was killed at its very start. This looks at the files first, since another
-    # process may begin the analysis at the same time.
+    """Raise `ConfigError` if the path has something other than an analysis."""
+    # A killed run may leave hidden files. Files first: another process may begin the analysis meanwhile.
     try:
         is_taken = path.exists() and (
             not path.is_dir()
@@ -57,15 +54,15 @@ def check_target(path: Path) -> None:
     except OSError as error:
         raise ConfigError(f"{path} cannot be read ({error.strerror}): check its permissions") from error
     if is_taken and (not path.is_dir() or read_json(path / MANIFEST) is None):
-        raise ConfigError(f"{path} exists and holds no analysis: give a folder that is empty or not there yet")
+        raise ConfigError(f"{path} exists and has no analysis: give a folder that is empty or does not exist")
 
 
 class Analysis:
-    """An analysis of a corpus in a folder: `open` reads one; `begin`, `write_shard` and `finish` make one."""
+    """An analysis of a corpus: `open` reads one; `begin`, `write_shard` and `finish` write one."""
 
     def __init__(self, directory: Path, manifest: dict[str, Any], elsewhere: Sequence[str] = ()) -> None:
         self.directory, self.manifest = directory, manifest
-        self._elsewhere = elsewhere  # how the environment differs from that in which it was begun
+        self._elsewhere = elsewhere  # of the environment
 
     def __repr__(self) -> str:
         totals, pack = self.manifest.get("totals"), self.manifest["identity"]["pack"]["name"]
@@ -77,17 +74,15 @@ class Analysis:
         return f"{type(self).__name__}({str(self.directory)!r}, {counts}, pack {pack!r})"
 
     def _repr_html_(self) -> str:
-        from probemon.lab.corpora.analysis_html import analysis_html  # it imports this module
+        from probemon.lab.corpora.analysis_html import analysis_html
 
         return analysis_html(self)
 
-    # -- reading ---------------------------------------------------------------------------------
+    # Reading
 
     @classmethod
     def open(cls, directory: str | os.PathLike[str], *, unfinished: bool = False) -> Analysis:
-        """Open the analysis in a folder. Raises `ConfigError` where there is none, or one not finished (unless
-        `unfinished`).
-        """
+        """Raises `ConfigError` if there is no finished analysis in the folder."""
         path = Path(directory)
         if path.is_file():
             raise ConfigError(f"{path} is a file: give the folder that `probemon analyze` wrote")
@@ -97,7 +92,7 @@ class Analysis:
             remedy = f"did you mean {' or '.join(map(repr, near))}?" if near else "`probemon analyze` writes one"
             raise ConfigError(f"no such folder: {str(path)!r}; {remedy}")
         if manifest is None or manifest.get("format") != FORMAT:
-            raise ConfigError(f"{path} holds no analysis: give the folder that `probemon analyze` wrote")
+            raise ConfigError(f"{path} has no analysis: give the folder that `probemon analyze` wrote")
         if manifest.get("format_version") != FORMAT_VERSION:
             raise ConfigError(
                 f"{path}: format_version is {manifest.get('format_version')!r}, this probemon reads {FORMAT_VERSION}:"
@@ -106,29 +101,29 @@ class Analysis:
         analysis = cls(path, manifest)
         if not (analysis.complete or unfinished):
             raise ConfigError(
-                f"the analysis in {path} is not finished: run the same command again, it goes on where it ended"
+                f"the analysis in {path} is not finished: run the same command again, it continues where it ended"
             )
         return analysis
 
     @property
     def complete(self) -> bool:
-        """Whether it holds every document of the input."""
+        """Whether it has every document."""
         return bool(self.manifest.get("complete"))
 
     def documents(self, columns: Sequence[str] | None = None) -> pa.Table:
-        """Return a row for each document: tokens, coverage, and the reason of a bad one."""
+        """Return a row for each document: tokens, coverage, reason if bad."""
         return read_table(self.directory / "documents.parquet", columns)
 
     def summary(self, columns: Sequence[str] | None = None) -> pa.Table:
-        """Return a row for each document and concept that was over the floor in it."""
+        """Return a row for each document and concept over the floor in it."""
         return read_table(self.directory / "summary.parquet", columns)
 
     def concepts(self) -> pa.Table:
-        """Return a row for each concept of the pack, also those that were never over the floor."""
+        """Return a row for each concept of the pack."""
         return read_table(self.directory / "concepts.parquet")
 
     def scores(self, document: int | None = None, columns: Sequence[str] | None = None) -> pa.Table:
-        """Return the rows above the floor, of one document or (in memory at once) of all. Raises `ConfigError`."""
+        """Return the rows above the floor, of one document or all. Raises `ConfigError`."""
         pa = arrow()
         shards = self.manifest["shards"]
         if document is not None:
@@ -146,11 +141,11 @@ class Analysis:
                 raise ConfigError(
                     f"document {document}: the analysis has documents 0..{self.manifest['totals']['documents'] - 1}"
                 )
-        wanted = None if document is None else [("document", "=", document)]
-        tables = [read_table(self._path(shard["index"], "scores.parquet"), columns, wanted) for shard in shards]
+        filters = None if document is None else [("document", "=", document)]
+        tables = [read_table(self._path(shard["index"], "scores.parquet"), columns, filters) for shard in shards]
         return pa.concat_tables(tables).unify_dictionaries() if tables else schemas()["scores"].empty_table()
 
-    # -- writing ---------------------------------------------------------------------------------
+    # Writing
 
     @classmethod
     def begin(
@@ -161,7 +156,7 @@ class Analysis:
         *,
         resume: bool,
     ) -> Analysis:
-        """Begin an analysis, or go on with one of the same `identity`. Raises `ConfigError` saying what differs."""
+        """Begin or continue an analysis of this `identity`. Raises `ConfigError` if it differs."""
         path, identity_json = Path(directory), json.loads(json.dumps(identity))
         check_target(path)
         begun = read_json(path / MANIFEST)
@@ -183,20 +178,20 @@ class Analysis:
             except OSError as error:
                 raise ConfigError(f"{path} cannot be made ({error.strerror}): give another folder") from error
         if not resume:
-            raise ConfigError(f"{path} holds an analysis: pass resume=True to go on with it, or give another folder")
+            raise ConfigError(f"{path} has an analysis: pass resume=True to continue it, or give another folder")
         if (begun.get("format"), begun.get("format_version")) != (FORMAT, FORMAT_VERSION):
             raise ConfigError(f"{path / MANIFEST} is not of an analysis of this format: give another folder")
         if begun["identity"] != identity_json:
             differs = "; ".join(differences(begun["identity"], identity_json))
             raise ConfigError(
-                f"{path} holds an analysis made otherwise ({differs}): use the same settings to go on with it, or give"
+                f"{path} has an analysis with other settings ({differs}): use the same settings to continue it, or give"
                 " another folder"
             )
         return cls(path, begun, differences(begun.get("environment"), dict(environment)))
 
     @contextmanager
     def locked(self, rank: int = 0, world_size: int = 1) -> Iterator[None]:
-        """Lock the folder, or one rank's part of it. Raises `ConfigError` where another process holds it."""
+        """Lock the folder, or one rank's part. Raises `ConfigError` if it is locked."""
         with (
             self._lock("all", (fcntl.LOCK_EX if world_size == 1 else fcntl.LOCK_SH) | fcntl.LOCK_NB),
             self._lock(str(rank), fcntl.LOCK_EX | fcntl.LOCK_NB),
@@ -204,8 +199,7 @@ class Analysis:
             yield
 
     @contextmanager
-    def _lock(self, name: str, how: int) -> Iterator[None]:
-        """Hold a lock, which goes with the process, however it ends."""
+    def _lock(self, name: str, operation: int) -> Iterator[None]:
         try:
             stream = (self.directory / f".lock-{name}").open("w")
         except OSError as error:
@@ -214,7 +208,7 @@ class Analysis:
             ) from error
         with stream:
             try:
-                fcntl.flock(stream, how)
+                fcntl.flock(stream, operation)
             except BlockingIOError as error:
                 raise ConfigError(
                     f"{self.directory} is being written by another process: wait for it, or give another folder"
@@ -226,7 +220,7 @@ class Analysis:
             yield
 
     def shard(self, index: int) -> dict[str, Any] | None:
-        """Return what is known of a shard that is whole; None where it is still to be made."""
+        """Return the record of a whole shard, or None."""
         record = read_json(self._path(index, "json"))
         is_whole = record is not None and all(
             (file := self._path(index, f"{name}.parquet")).is_file() and file.stat().st_size == record["bytes"][name]
@@ -235,37 +229,35 @@ class Analysis:
         return record if is_whole else None
 
     def is_last(self, index: int) -> bool:
-        """True if no shard beyond `index` has been written."""
+        """True if no later shard was written."""
         return not any(int(path.stem) > index for path in (self.directory / SHARDS).glob("[0-9]*.json"))
 
     def shard_documents(self, index: int) -> list[dict[str, Any]]:
-        """Return the id, number of characters and, where it is kept, text of each document of a shard."""
+        """Return id, number of characters and any text of each document."""
         columns = ["doc_id", "n_chars", "text"]
         rows: list[dict[str, Any]] = read_table(self._path(index, "documents.parquet"), columns).to_pylist()
         return rows
 
     def reopen(self, index: int, digest: str) -> None:
-        """Say that it is not complete where it was, and shard `index` is missing or of fewer documents than those of
-        `digest`, since its input has grown.
-        """
+        """Mark as incomplete if shard `index` is missing or its digest differs: the input has grown."""
         with self._lock("finish", fcntl.LOCK_EX), self._writing():
-            record = self.shard(index)  # another process may have written it, and finished
+            record = self.shard(index)  # another process may have finished meanwhile
             if record is None or record["digest"] != digest:
                 self._reopen()
                 self._path(index, "json").unlink(missing_ok=True)
 
     def _reopen(self) -> None:
         if self.complete:
-            kept = {name: value for name, value in self.manifest.items() if name not in ("totals", "shards")}
-            self.manifest = kept | {"complete": False}
+            entries = {name: value for name, value in self.manifest.items() if name not in ("totals", "shards")}
+            self.manifest = entries | {"complete": False}
             write_json(self.directory / MANIFEST, self.manifest)
 
     def write_shard(self, index: int, tables: Mapping[str, pa.Table], about: Mapping[str, Any]) -> None:
-        """Write a shard, whole or not at all. Raises `SinkFailed` where the disk does."""
+        """Write a shard atomically. Raises `SinkFailed` if the disk fails."""
         if self._elsewhere:
             warnings.warn(
-                f"{self.directory} was begun elsewhere ({'; '.join(self._elsewhere)}): the last bits of the rows still"
-                " to come may be others",
+                f"{self.directory} was begun elsewhere ({'; '.join(self._elsewhere)}): the last bits of the remaining"
+                " rows may differ",
                 UserWarning,
                 stacklevel=3,
             )
@@ -280,19 +272,17 @@ class Analysis:
     def _writing(self) -> Iterator[None]:
         try:
             yield
-        except OSError as error:  # pyarrow's are OSErrors too
+        except OSError as error:
             raise SinkFailed(
-                f"{self.directory} cannot be written ({error.strerror or error}): what is whole is kept, run the same"
-                " again when there is room"
+                f"{self.directory} cannot be written ({error.strerror or error}): whole shards are kept, run the"
+                " same command again when there is space"
             ) from error
 
     def finish(self, digests: Sequence[str]) -> bool:
-        """Merge the tables of all shards and mark the analysis as complete; return False where other processes still
-        have shards to write.
+        """Merge all shards and mark the analysis complete; False if shards are missing.
 
-        `digests` are those of the shards that this process was given; each process has to be given all documents, in
-        one order, else this raises `ConfigError`. Where several processes end at once each merges, one after another,
-        with the same result.
+        `digests` are of the shards that this process was given. Raises `ConfigError` if another process was given other
+        documents.
         """
         with self._lock("finish", fcntl.LOCK_EX), self._writing():
             return self._finish(digests)
@@ -322,7 +312,7 @@ class Analysis:
         totals = _sum_counts([shard["totals"] for shard in shards])  # type: ignore[index]
         self.manifest = {**self.manifest, "complete": True, "totals": totals, "shards": shards}
         for folder in (self.directory, self.directory / SHARDS):
-            for partial in folder.glob(".*.partial-*"):  # of processes that were killed
+            for partial in folder.glob(".*.partial-*"):
                 partial.unlink(missing_ok=True)
         write_json(self.directory / MANIFEST, self.manifest)
         return True
@@ -339,7 +329,7 @@ class Analysis:
                 writer.write_table(read_table(self._path(index, f"{name}.parquet")), row_group_size=ROWS_PER_GROUP)
 
     def _all_concepts(self, n_shards: int) -> pa.Table:
-        """Add the counts of the shards in their order, so that sums do not depend on interruptions."""
+        """Add counts in order of shards, so that sums do not depend on interruptions."""
         pa = arrow()
         table, sums = None, dict[str, Any]()
         for index in range(n_shards):
@@ -357,7 +347,6 @@ class Analysis:
 
 
 def _sum_counts(totals: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Add counts by name, nested ones too; `n_probes` is the same in every part, and stays."""
     sums: dict[str, Any] = {}
     for part in totals:
         for name, value in part.items():
@@ -369,7 +358,7 @@ def _sum_counts(totals: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def differences(one: Any, other: Any, where: str = "", words: str = "{} was {!r}, now {!r}") -> list[str]:
-    """Say where two dicts of dicts differ."""
+    """List where two nested dicts differ."""
     if isinstance(one, dict) and isinstance(other, dict):
         return [
             text

@@ -1,8 +1,4 @@
-"""An analysis, and two that are compared, as a notebook shows them.
-
-analysis_html(analysis)         # what analysis._repr_html_() returns
-comparison_html(comparison)
-"""
+"""HTML of an analysis and of a comparison, for notebooks."""
 
 from __future__ import annotations
 
@@ -22,16 +18,16 @@ from probemon.util.templates import macros
 
 _PAGE = "lab/corpora/analysis.html.j2"
 _MOST_CONCEPTS, _MOST_DIFFERING = 20, 20
-_COVERAGE = ("active", "not_reached", "dropped")  # of each token seen they make up all probes
+_COVERAGE = ("active", "not_reached", "dropped")  # sum to all probes
 
 
 def analysis_html(analysis: Analysis) -> str:
-    """Return the HTML of an analysis: counts, coverage, the strongest concepts."""
+    """Return counts, coverage and the strongest concepts as HTML."""
     return fragment(f"Analysis {analysis.directory.name}", _parts(analysis))
 
 
 def comparison_html(comparison: Comparison) -> str:
-    """Return the HTML of a comparison: both corpora, and the concepts that differ most."""
+    """Return both corpora and the most different concepts as HTML."""
     return fragment("Comparison", _compared(comparison))
 
 
@@ -62,15 +58,13 @@ def _shares(totals: dict[str, Any]) -> str:
 
 
 def _most_below(concepts: dict[str, list[Any]], firing: list[int]) -> Ints:
-    """Return for each concept `[P]` in how many documents that of the `firing` ones below it on a path is which is in
-    most.
-    """
-    number = {concept: c for c, concept in enumerate(concepts["concept"])}  # names may come twice
+    """Return `[P]`, the most documents of any `firing` concept below."""
+    number = {concept: c for c, concept in enumerate(concepts["concept"])}
     most = np.zeros(len(number), dtype=np.int64)
     for c in firing:
         above = c
         while concepts["parents"][above]:
-            above = min(number[parent] for parent in concepts["parents"][above])  # the first one
+            above = min(number[parent] for parent in concepts["parents"][above])
             most[above] = max(most[above], concepts["n_documents"][c])
     return most
 
@@ -83,8 +77,8 @@ def _strongest(analysis: Analysis) -> str:
     if not len(over):
         return page.none_over(n_excluded)
     strength = strength_or_score(highest, threshold)
-    order = over[np.lexsort((over, -strength[over], bare[over]))]  # without a threshold there is a score only
-    # A concept that fires in no more documents than one below it says nothing beside it.
+    order = over[np.lexsort((over, -strength[over], bare[over]))]
+    # Skip concepts that fire in no more documents than one below.
     below = _most_below(concepts, [c for c in over.tolist() if strength[c] > 0])
     order = np.asarray([c for c in order if documents[c] > below[c]], dtype=np.int64)
     rows = [

@@ -1,11 +1,10 @@
-"""Analyses a corpus: scores every document, and writes parquet shards that a killed run goes on from.
+"""Scores every document of a corpus and writes parquet shards, which an interrupted run continues.
 
     analysis = analyze(manager, model, tokenizer, "mails.jsonl", out="scores/", resume=True)
     analysis.concepts().to_pandas()
 
-A row is a document, a token and a concept above the floor. The documents and the settings alone fix what a shard
-holds, so a run that was interrupted ends with the same rows as one that was not, and so do several that share the work
-(`rank`, `world_size`).
+A row is a document, a token and a concept above the floor. Rows do not depend on interruptions or the number of
+processes.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ from probemon.host.fingerprint import (
     tokenizer_fingerprint,
     weights_fingerprint,
 )
-from probemon.host.model import host_state
+from probemon.host.model import model_state
 from probemon.lab.corpora.analysis_files import COUNTED, arrow, read_json, schemas
 from probemon.lab.corpora.analysis_folder import MANIFEST, Analysis
 from probemon.lab.corpora.corpus import CorpusScorer, ScoredShard
@@ -67,19 +66,16 @@ def analyze(
     world_size: int = 1,
     progress: Progress | None = None,
 ) -> Analysis:
-    """Score every token of `documents` and write what is above the floor to the folder `out`.
+    """Score every token of `documents` and write the rows above the floor to the folder `out`.
 
-    - `documents`, `text_field`, `id_field`, `max_chars`: as in `probemon.lab.corpora.documents`; rows of chats are
-      rendered by the model's chat template.
-    - `resume`: go on with what is there, which has to be of the same settings and documents. More may come after
-      them: then those are scored, and the last shard anew where it was not full, so that rows are those of one run.
+    - `documents`, `text_field`, `id_field`, `max_chars`: see `probemon.lab.corpora.documents`.
+    - `resume`: continue an analysis of the same settings and documents, or of more documents.
     - `floor`: a score, or "fired" for each concept's alert threshold.
-    - `keep_text`: whether texts and tokens are written.
-    - `rank`, `world_size`: of several processes on one file system. Each takes every `world_size`-th shard; the one
-      that ends last completes the analysis.
-    - `progress(n_documents, n_tokens)`: called with how many more of both are done.
+    - `keep_text`: write texts and tokens.
+    - `rank`, `world_size`: of processes on one file system, which share the shards.
+    - `progress(n_documents, n_tokens)`: called with increments.
 
-    Raises `ConfigError`; a bad document does not raise.
+    Raises `ConfigError`, but not for a bad document.
     """
     arrow()
     if not is_int(rank) or not is_int(world_size) or not 0 <= rank < world_size:
@@ -99,10 +95,10 @@ def analyze(
         def missing() -> Iterator[DocumentShard]:
             for shard in shards(corpus):
                 digests.append(shard.digest)
-                known = check_known(analysis, shard, world_size)
-                if known is None:  # also where another rank is to make it
+                record = check_known(analysis, shard, world_size)
+                if record is None:  # also if another rank has to make it
                     analysis.reopen(shard.index, digests[-1])
-                if known is None and shard.index % world_size == rank:
+                if record is None and shard.index % world_size == rank:
                     yield shard
                 elif progress is not None:
                     progress(len(shard.documents), 0)
@@ -117,7 +113,7 @@ def _begin(out: str | os.PathLike[str], scorer: CorpusScorer, table: Tables, res
     try:
         return Analysis.begin(out, identity(scorer, table), environment(), resume=resume)
     except ConfigError:
-        # An earlier run, or another process that begins now, may have measured another strategy to be faster.
+        # Another run or process may have measured another strategy as faster.
         begun_with = kernel_of(out).get("strategy")
         if not scorer.manager.strategy.measured or begun_with in (None, scorer.strategy):
             raise
@@ -126,27 +122,24 @@ def _begin(out: str | os.PathLike[str], scorer: CorpusScorer, table: Tables, res
 
 
 def kernel_of(out: str | os.PathLike[str]) -> dict[str, Any]:
-    """Return the kernel (`impl`) and strategy that the analysis in a folder was begun with, to go on with the same."""
+    """Return `impl` and `strategy` of the analysis in a folder, to continue with the same."""
     begun = read_json(Path(out) / MANIFEST) is not None
     kernel = Analysis.open(out, unfinished=True).manifest["identity"]["kernel"] if begun else {}
     return {name: kernel[name] for name in ("impl", "strategy") if name in kernel}
 
 
 def check_apart(documents: Source, out: str | os.PathLike[str]) -> None:
-    """Raise `ConfigError` where an analysis would be written into the folder that it reads."""
+    """Raise `ConfigError` if the output folder is inside the input folder."""
     if (
         isinstance(documents, (str, os.PathLike))
         and Path(documents).is_dir()
         and Path(out).resolve().is_relative_to(Path(documents).resolve())
     ):
-        raise ConfigError(f"{out} lies in {documents}, whose files are read: give a folder outside of it")
+        raise ConfigError(f"{out} is in {documents}, whose files are read: give a folder outside of it")
 
 
 def check_known(analysis: Analysis, shard: DocumentShard, world_size: int = 1) -> dict[str, Any] | None:
-    """Return `analysis.shard`; None also where documents were appended to it, so that it is made anew.
-
-    Raises `ConfigError` where the shard that is there is of other documents.
-    """
+    """Return `analysis.shard`, or None if documents were appended. Raises `ConfigError` if documents changed."""
     record = analysis.shard(shard.index)
     if record is None or record["digest"] == shard.digest:
         return record
@@ -161,13 +154,14 @@ def check_known(analysis: Analysis, shard: DocumentShard, world_size: int = 1) -
 
 
 def _changed(analysis: Analysis, record: Mapping[str, Any], shard: DocumentShard) -> str:
-    """Say which documents of a shard have changed or are gone, as far as the tables that are there tell."""
     first, n_before, n_now = record["first"], record["n_documents"], len(shard.documents)
     for before, now in zip(analysis.shard_documents(shard.index), shard.documents, strict=False):
         is_same = (before["doc_id"], before["n_chars"]) == (now.id, len(now.text))
         if not is_same or (not now.reason and before["text"] not in (None, now.text)):
-            what = "has changed" if before["doc_id"] == now.id else f"has taken the place of {before['doc_id']!r:.100}"
-            return f"document {now.index} (id {now.id!r:.100}) {what}"
+            change = (
+                "has changed" if before["doc_id"] == now.id else f"has taken the place of {before['doc_id']!r:.100}"
+            )
+            return f"document {now.index} (id {now.id!r:.100}) {change}"
     if n_now < n_before and shard.is_last:
         gone = f"document {first + n_now} is" if n_now + 1 == n_before else f"documents from {first + n_now} on are"
         return f"{gone} gone"
@@ -177,7 +171,7 @@ def _changed(analysis: Analysis, record: Mapping[str, Any], shard: DocumentShard
 
 
 def write(analysis: Analysis, table: Tables, scored: ScoredShard) -> None:
-    """Write a shard to the folder."""
+    """Write a scored shard to the folder."""
     first = scored.shard.documents[0].index if scored.documents else 0
     tables, totals = table.of(scored)
     analysis.write_shard(
@@ -190,31 +184,31 @@ def write(analysis: Analysis, table: Tables, scored: ScoredShard) -> None:
 
 
 def identity(scorer: CorpusScorer, table: Tables) -> dict[str, Any]:
-    """Return all that a row depends on beside the documents."""
-    manager, host, reading = scorer.manager, scorer.reader.host, scorer.reader.reading
-    state, config = host_state(host), manager.config
+    """Return everything that rows depend on, except the documents."""
+    manager, decoder, reading = scorer.manager, scorer.reader.host, scorer.reader.reading
+    state, config = model_state(decoder), manager.config
     return {
         "pack": _identified(manager.pack),
         "host": {
             "model": state.model,
             "dtype": state.dtype,
-            "weights": weights_fingerprint(host),
-            "config": config_fingerprint(host),
+            "weights": weights_fingerprint(decoder),
+            "config": config_fingerprint(decoder),
             "adapters": state.adapters,
-            "adapter_weights": adapters_fingerprint(scorer.reader.model, host),
+            "adapter_weights": adapters_fingerprint(scorer.reader.model, decoder),
             "quantisation": state.quantisation,
-            "device": host.device.type,
+            "device": decoder.device.type,
         },
         "tokenizer": tokenizer_fingerprint(scorer.reader.tokenizer),
         "around": scorer.reader.around(),
-        # What chats are rendered by. Digests of shards are of the chats themselves, which no template has written yet.
+        # Shard digests are of unrendered chats.
         "chat_template": hashlib.sha256(
             str(getattr(scorer.reader.tokenizer, "chat_template", "")).encode()
         ).hexdigest()[:32],
         "cascade": (
             dataclasses.asdict(config)
             if isinstance(config, CascadeConfig)
-            else {name: dataclasses.asdict(one) for name, one in config.items()}
+            else {name: dataclasses.asdict(settings) for name, settings in config.items()}
         ),
         "kernel": {"impl": manager.impl, "device": manager.device.type, "strategy": scorer.strategy},
         "reading": {**dataclasses.asdict(reading), "window": dataclasses.asdict(scorer.reader.window)},
@@ -226,7 +220,7 @@ def identity(scorer: CorpusScorer, table: Tables) -> dict[str, Any]:
 
 def _identified(pack: AnyPack) -> dict[str, Any]:
     if isinstance(pack, PackGroup):
-        return {"name": pack.name, "packs": {name: _identified(one) for name, one in pack.packs.items()}}
+        return {"name": pack.name, "packs": {name: _identified(member) for name, member in pack.packs.items()}}
     files, written_weights = pack.manifest["files"], pack.rewritten_weights
     return {
         "name": pack.name,
@@ -241,13 +235,12 @@ def _identified(pack: AnyPack) -> dict[str, Any]:
 
 
 def _of_thresholds(pack: OpenedPack) -> str:
-    """Return a name for the thresholds as they are now: whoever opened the pack may have written to them since."""
     vectors = (pack.alert_threshold, pack.expand_threshold)
     return hashlib.sha256(b"".join(vector.numpy().tobytes() for vector in vectors)).hexdigest()[:32]
 
 
 def environment() -> dict[str, Any]:
-    """Return what only the last bits of a score may depend on."""
+    """Return versions and settings that may change the last bits of scores."""
     import tokenizers
     import torch
     import transformers
@@ -265,21 +258,19 @@ def environment() -> dict[str, Any]:
 
 
 class Tables:
-    """Makes the tables of scored shards, for a pack, of which all is watched or this part `[P]`, and a floor. Raises
-    `ConfigError` for the floor.
-    """
+    """Builds the tables of scored shards; `watched [P]` defaults to all. Raises `ConfigError`."""
 
     def __init__(self, pack: AnyPack, floor: float | str, keep_text: bool, watched: Mask | None = None) -> None:
         if not isinstance(floor, str) or floor != "fired":
             remedy = (
-                "scores lie between 0 and 1 and must exceed it, so give 0 or more, and less than 1; or 'fired' for the"
+                "scores are between 0 and 1 and must exceed it, so give 0 or more, and less than 1; or 'fired' for the"
                 " alert thresholds of the pack"
             )
             floor = check_number("floor", floor, low=0, high=1, open_high=True, remedy=remedy)
-        for one in (pack.packs.values() if isinstance(pack, PackGroup) else [pack]) if floor == "fired" else ():
-            if np.isnan(one.alert_threshold.numpy()).all():
+        for member in (pack.packs.values() if isinstance(pack, PackGroup) else [pack]) if floor == "fired" else ():
+            if np.isnan(member.alert_threshold.numpy()).all():
                 raise ConfigError(
-                    f"{one.name} has no alert thresholds, so nothing of it fires: give a floor, such as 0.5, or"
+                    f"{member.name} has no alert thresholds, so nothing of it fires: give a floor, such as 0.5, or"
                     " calibrate it"
                 )
         self.pack, self.floor, self.keep_text = pack, floor, check_bool("keep_text", keep_text)
@@ -291,7 +282,7 @@ class Tables:
         """Return the four tables of a shard by name, and its totals."""
         scores, p = scored.scores, self.pack.n_probes
         n_documents, lengths = len(scored.documents), np.diff(scored.ptr)
-        place = np.repeat(np.arange(n_documents), lengths)  # of each token, its document in the shard
+        place = np.repeat(np.arange(n_documents), lengths)
         position = np.arange(len(place)) - np.repeat(scored.ptr[:-1], lengths)
         pair_of = scores.state_of
         above = scores.fired_mask if self.floor == "fired" else scores.values > np.float32(self.floor)
@@ -302,11 +293,10 @@ class Tables:
             for name in COUNTED
         }
 
-        # Sums over every active pair, also below the floor; inactive ones count as 0.
         total = np.bincount(
             place[pair_of] * p + scores.probes, weights=scores.values.astype(np.float64), minlength=n_documents * p
         ).reshape(n_documents, p)
-        # By document and concept, the best first, then the earliest: the first row of each is its maximum.
+        # The first row of each (document, concept) is its earliest maximum.
         order = np.lexsort((position[token], -value, probe, place[token]))
         key = (place[token] * p + probe)[order]
         begin = np.flatnonzero(np.diff(key, prepend=-1))
@@ -362,7 +352,7 @@ class Tables:
         )
         distinct, at = np.unique(token, return_inverse=True)
         texts = [self._text(scored, int(place[t]), int(position[t])) if self.keep_text else "" for t in distinct]
-        ids = ids if self.keep_text else np.full_like(ids, -1)  # tokens are the text
+        ids = ids if self.keep_text else np.full_like(ids, -1)  # token ids reveal the text
         return {
             "document": self._index(scored)[place[token]],
             "doc_id": self._ids(scored, place[token]),
@@ -434,7 +424,7 @@ class Tables:
 
 
 def _dictionary(at: Any, texts: Sequence[str]) -> Any:
-    """Return texts by number as an Arrow dictionary of those in use, sorted: a file depends on nothing else."""
+    """Return `texts[at]` as a sorted Arrow dictionary without unused texts, for reproducible files."""
     pa = arrow()
     names, to = (
         np.unique(np.asarray(texts, dtype=object), return_inverse=True)

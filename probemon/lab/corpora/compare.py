@@ -1,14 +1,10 @@
-"""Compares the concepts of two corpora: effect sizes, bootstrap intervals over documents, a false-discovery rate.
+"""Compares the concepts of two corpora: effect sizes, bootstrap intervals, false-discovery rate.
 
     comparison = compare(Analysis.open("before/"), Analysis.open("after/"))
-    # B minus A: positive where B has more
-    for row in comparison.differing: row.path, row.difference, row.cliffs_delta, row.q
-    comparison.to_arrow(), comparison.write("diff.parquet"), comparison.stated()
+    for row in comparison.differing: row.path, row.difference, row.cliffs_delta, row.q      # B minus A
 
-The unit is the document, since the tokens of one depend on each other. Each document has one number for a concept:
-`by="share"`, the share of its seen tokens over the floor, or `by="max"`, whether its maximum was over the floor (1 or
-0), which also depends on how long documents are. Both are exact as far as the descent reached what is over the floor
-(docs/analysis_format.md says when that is all of it). Needs the extra `corpus`.
+The unit is the document. Its value for a concept is the share of seen tokens over the floor (`by="share"`), or whether
+any is (`by="max"`). Needs the extra `corpus`.
 """
 
 from __future__ import annotations
@@ -35,21 +31,20 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 BY = ("share", "max")
-# What a score depends on; windows are asked by themselves. Batches and the kernel are how a corpus was read.
+# Settings that change scores; windows are checked separately.
 _SAME = ("pack", "host", "tokenizer", "cascade", "floor", "reading.special_tokens", "reading.parse_special")
-_MOST_SPECIAL = 8  # tokens that a tokenizer puts around a text, which a window holds and a document does not count
+_MOST_SPECIAL = 8  # special tokens around a text
 
 
 @dataclass(frozen=True)
 class ConceptDifference:
-    """One concept in two corpora, B compared with A.
+    """One concept in corpora A and B.
 
     - `n_a`, `n_b`: documents with it.
-    - `mean_a`, `mean_b`: of the statistic over all documents; `difference` is mean_b - mean_a, `ratio` mean_b / mean_a
-      (None where A has none).
-    - `cliffs_delta`: P(b > a) - P(b < a) for a document of each; the probability of superiority is (delta + 1) / 2.
-    - `p`: `mann_whitney`; `q`: `benjamini_hochberg` over all concepts tested.
-    - `explained_by`: the id of the narrower concept whose difference this one's may be (see `compare`), or "".
+    - `difference`: mean_b - mean_a; `ratio`: mean_b / mean_a, None if A has none.
+    - `cliffs_delta`: P(b > a) - P(b < a) for a document of each.
+    - `p`: `mann_whitney`; `q`: `benjamini_hochberg` over all tested concepts.
+    - `explained_by`: id of a narrower concept (see `compare`), or "".
     """
 
     concept: str
@@ -74,10 +69,10 @@ class ConceptDifference:
 
 @dataclass(frozen=True)
 class Comparison:
-    """All concepts that were over the floor in either corpus, by q, then the largest effect.
+    """All concepts over the floor in either corpus, by q, then by effect.
 
-    `n_never_over` were over it in neither, and are not tested: `n_mute` of them cannot be, since they have no alert
-    threshold, or one of 1, where the floor is that. `n_excluded` were not watched.
+    `n_never_over` concepts were over it in neither; `n_mute` of them cannot be (no alert threshold below 1).
+    `n_excluded` were not watched.
     """
 
     a: Corpus
@@ -95,15 +90,15 @@ class Comparison:
 
     @property
     def differing(self) -> tuple[ConceptDifference, ...]:
-        """The rows with q at most `fdr`: a share of at most `fdr` of them is expected not to differ."""
+        """The rows with q at most `fdr`."""
         return tuple(row for row in self.rows if row.q <= self.fdr)
 
     def stated(self) -> dict[str, Any]:
-        """Return all of it, for JSON."""
+        """Return everything as JSON."""
         return self._head() | {"rows": [dataclasses.asdict(row) for row in self.rows]}
 
     def to_arrow(self) -> pa.Table:
-        """Return a row for each concept, in order; the metadata `probemon` say, as JSON, how it was compared."""
+        """Return a row for each concept; the metadata `probemon` has the settings as JSON."""
         pa = arrow()
         kinds = {
             "str": pa.string(),
@@ -119,12 +114,12 @@ class Comparison:
         return pa.Table.from_pylist([dataclasses.asdict(row) for row in self.rows], schema=schema)
 
     def write(self, path: str | os.PathLike[str]) -> Path:
-        """Write the table as parquet, whole or not at all. Raises `ConfigError` where the file exists, or cannot."""
+        """Write the table as parquet, atomically. Raises `ConfigError` if the file exists or cannot be made."""
         table, target = self.to_arrow(), check_new(path)
         partial = target.with_name(f".{target.name}-{os.getpid()}")
         try:
             arrow().parquet.write_table(table, partial, compression="zstd")
-            os.link(partial, target)  # unlike a rename, fails where the name was taken meanwhile
+            os.link(partial, target)  # unlike a rename, fails if the name was taken meanwhile
         except OSError as error:
             raise ConfigError(f"{target} cannot be made ({error.strerror}): give another name") from error
         finally:
@@ -132,7 +127,7 @@ class Comparison:
         return target
 
     def _repr_html_(self) -> str:
-        from probemon.lab.corpora.analysis_html import comparison_html  # it imports this module
+        from probemon.lab.corpora.analysis_html import comparison_html
 
         return comparison_html(self)
 
@@ -157,7 +152,7 @@ class Comparison:
 
 
 def check_new(path: str | os.PathLike[str]) -> Path:
-    """Return the path. Raises `ConfigError` where something is there already, or no folder for it."""
+    """Return the path. Raises `ConfigError` if it exists or has no parent folder."""
     target = Path(path)
     if os.path.lexists(target):
         raise ConfigError(f"{target} exists: give another name")
@@ -167,7 +162,7 @@ def check_new(path: str | os.PathLike[str]) -> Path:
 
 
 def is_mute(threshold: float | None) -> bool:
-    """Say whether a concept of this alert threshold never fires: it has none, or one of 1, which no score exceeds."""
+    """Whether no score can exceed this alert threshold: None, or 1."""
     return threshold is None or not threshold < 1
 
 
@@ -184,21 +179,15 @@ def compare(
 ) -> Comparison:
     """Compare the corpora of two analyses, concept by concept.
 
-    Intervals are the percentile bootstrap's (Efron & Tibshirani 1993, "An Introduction to the Bootstrap", chapter 13):
-    each corpus is drawn `resamples` times from its own documents with replacement. Where a corpus has a concept in a
-    few documents, they are too narrow. The p-values are of ranks, so an interval of the means may hold 0 where q is
-    small. Neither the order of the documents nor which corpus is called A changes anything but the sign, bit for bit.
+    Intervals are percentile bootstrap over documents (Efron & Tibshirani 1993, chapter 13); too narrow if few documents
+    have a concept. Exchanging A and B changes only the sign.
 
-    The hypothesis is that documents of both corpora are of one distribution. Short documents have other shares than
-    long ones (more often 0, and more often large), so corpora of other lengths may differ by that alone: see
-    `median_tokens`.
+    The null hypothesis is one distribution for both corpora; different lengths alone may violate it (`median_tokens`).
 
-    A difference in a concept shows in its ancestors too. A concept that differs is `explained_by` a descendant that
-    differs in the same direction with a Cliff's delta at least as far from 0: the farthest such, of equals the deepest.
-    This does not say that the ancestor would not differ without it.
+    A concept is `explained_by` the descendant that differs most in the same direction, with a Cliff's delta at least as
+    large; ties go to the deepest.
 
-    `progress(n)`: n more resamples are done. Raises `ConfigError` where the analyses were made differently, or one has
-    nothing to compare.
+    `progress(n)` gets numbers of resamples. Raises `ConfigError` if the analyses were made differently or are empty.
     """
     least = math.ceil(2 / (1 - _share("confidence", confidence)) - 1e-9) - 1
     if by not in BY:
@@ -209,7 +198,7 @@ def compare(
         check_count(name, value, least=lowest, remedy=f"give a whole number, {lowest} or more{needed}")
     _check_same(a, b)
     samples = (Sample.of(a, by), Sample.of(b, by))
-    # In a fixed order, so that A and B exchanged give the same draws and the same roundings.
+    # Fixed order: exchanging A and B keeps draws and rounding.
     swapped = samples[0].documents > samples[1].documents
     first, second = samples[::-1] if swapped else samples
     n, m = first.n, second.n
@@ -241,8 +230,8 @@ def compare(
         "p": p,
         "q": benjamini_hochberg(p),
     }
-    kept = ["concept", "name", "path", "level", "parents", "watched", "alert_threshold"]
-    concepts = a.concepts().select(kept).to_pylist()
+    columns = ["concept", "name", "path", "level", "parents", "watched", "alert_threshold"]
+    concepts = a.concepts().select(columns).to_pylist()
     n_excluded = sum(not concept["watched"] for concept in concepts)
     fired = a.manifest["identity"]["floor"] == "fired"
     n_mute = sum(fired and concept["watched"] and is_mute(concept["alert_threshold"]) for concept in concepts)
@@ -286,39 +275,40 @@ def compare(
 
 
 def _explained(differing: Sequence[ConceptDifference], parents: Mapping[str, Sequence[str]]) -> dict[str, str]:
-    """Name the descendant that explains each concept that differs, if there is one."""
-    known, explained_by = {row.concept: row for row in differing}, dict[str, str]()
+    by_concept, explained_by = {row.concept: row for row in differing}, dict[str, str]()
     for row in sorted(differing, key=lambda row: (-abs(row.cliffs_delta), -row.level, row.concept)):
         above, todo = set[str](), list(parents[row.concept])
         while todo:
             if (concept := todo.pop()) not in above:
                 above.add(concept)
                 todo += parents[concept]
-        for other in (known[concept] for concept in above & known.keys()):
+        for other in (by_concept[concept] for concept in above & by_concept.keys()):
             if other.cliffs_delta * row.cliffs_delta > 0 and abs(other.cliffs_delta) <= abs(row.cliffs_delta):
                 explained_by.setdefault(other.concept, row.concept)
     return explained_by
 
 
 def _check_same(a: Analysis, b: Analysis) -> None:
-    one, other = a.manifest["identity"], b.manifest["identity"]
+    identity_a, identity_b = a.manifest["identity"], b.manifest["identity"]
     differs = [
-        text for name in _SAME for text in differences(_at(one, name), _at(other, name), name, "{} is {!r} and {!r}")
+        text
+        for name in _SAME
+        for text in differences(_at(identity_a, name), _at(identity_b, name), name, "{} is {!r} and {!r}")
     ]
     if differs:
         raise ConfigError(
-            f"{a.directory} and {b.directory} were made otherwise, so what differs may be the way of looking"
+            f"{a.directory} and {b.directory} were made with different settings"
             f" ({'; '.join(differs)}): analyze both corpora alike"
         )
-    windows = [_at(identity, "reading.window") for identity in (one, other)]
-    if windows[0] != windows[1]:  # they are what a token comes after, in documents that are longer than one
-        lengths = [_at(identity, "reading.window.n_tokens") for identity in (one, other)]
-        shortest = min(length if isinstance(length, int) else 0 for length in lengths)  # one that is not said is short
-        longest = max(max(made.documents(["n_tokens"])["n_tokens"].to_pylist(), default=0) for made in (a, b))
+    windows = [_at(identity, "reading.window") for identity in (identity_a, identity_b)]
+    if windows[0] != windows[1]:  # they are the context of tokens in longer documents
+        lengths = [_at(identity, "reading.window.n_tokens") for identity in (identity_a, identity_b)]
+        shortest = min(length if isinstance(length, int) else 0 for length in lengths)  # unknown counts as short
+        longest = max(max(analysis.documents(["n_tokens"])["n_tokens"].to_pylist(), default=0) for analysis in (a, b))
         if longest + _MOST_SPECIAL > shortest:
             raise ConfigError(
-                f"{a.directory} and {b.directory} were read in other windows ({windows[0]} and {windows[1]}), and a"
-                f" document has {longest:,} tokens: what a token comes after differs, and with it the scores. Analyze"
+                f"{a.directory} and {b.directory} were read in different windows ({windows[0]} and {windows[1]}), and a"
+                f" document has {longest:,} tokens: the context of tokens differs, and with it the scores. Analyze"
                 " both corpora with the same window"
             )
 

@@ -3,9 +3,7 @@
     for scored in score_documents(manager, model, tokenizer, read_documents("mails.jsonl")):
         scored.document.id, scored.tokens.ids, scored.scores.fired(3)
 
-Every document is all prompt: its tokens are scored memorylessly, as a prompt's are online. The host runs in the calling
-thread; tokenising and scoring have one thread each, so that the next batch runs while one is scored. The documents
-alone fix the order of everything. A forward ends after the last layer that the pack reads.
+Documents are scored as prompts. Tokenising and scoring have one thread each.
 """
 
 from __future__ import annotations
@@ -34,16 +32,13 @@ from probemon.lab.corpora.windows import DocumentShard, Reading, WindowPiece, Wi
 from probemon.packs.group import AnyPack, stated_chat_dates
 from probemon.packs.manifest import SO_FAR
 
-_IN_FLIGHT = 3  # batches run by the host and not yet scored: bounds what is held
+_IN_FLIGHT = 3  # batches; bounds memory
 _Part = tuple[list[WindowPiece], Scores, tuple[Tensor, Tensor] | None]
 
 
 @dataclass(frozen=True)
 class ScoredDocument:
-    """A document with the scores of its T tokens; `everything` fp32 `[T, P]` and `norms [T, S]` if asked for.
-
-    `tokens` and `scores` are None where the document has a reason.
-    """
+    """A document with scores of its T tokens (None with a reason), `everything` fp32 `[T, P]`, `norms [T, S]`."""
 
     document: Document
     tokens: WindowTokens | None
@@ -54,7 +49,7 @@ class ScoredDocument:
 
 @dataclass(frozen=True)
 class ScoredShard:
-    """A shard's scores: document i has `ptr[i]` to `ptr[i + 1]`, and its tokens are None if it has a reason."""
+    """Scores of a shard: document i has `ptr[i]` to `ptr[i + 1]`."""
 
     shard: DocumentShard
     documents: tuple[Document, ...]
@@ -85,24 +80,18 @@ def score_documents(
     strict: bool = False,
     progress: Callable[[float, int], object] | None = None,
 ) -> Iterator[ScoredDocument]:
-    """Score documents, in order; `exhaustive`: also by every probe, and the norms of their states are taken.
-
-    Raises as `CorpusScorer`.
-    """
+    """Score documents, in order; `exhaustive` adds scores of every probe and norms. Raises like `CorpusScorer`."""
     scorer = CorpusScorer(manager, model, tokenizer, reading or Reading(), strict=strict)
     for scored in scorer.score(shards(documents), exhaustive=exhaustive, progress=progress):
         yield from scored
 
 
 class CorpusScorer:
-    """Scores shards of documents by a manager, a host in eval mode and its tokenizer.
+    """Scores shards of documents with a model in eval mode.
 
-        scorer = CorpusScorer(manager, model, tokenizer, Reading())
-        for scored in scorer.score(shards(documents)): scored.ptr, scored.scores
-
-    `floor`: under the path rule the descent reaches every score above it, too. Raises `HostMismatch` where the pack, or
-    the manager's deployment, is for another host, `NotSupportedHost` where the host has an encoder, `ConfigError` where
-    it is training.
+    `floor`: under the path rule the descent also reaches every score above it. Raises `ModelMismatch` if pack or
+    deployment are for another model, `UnsupportedModel` for a model with an encoder, `ConfigError` for one in training
+    mode.
     """
 
     def __init__(
@@ -120,11 +109,11 @@ class CorpusScorer:
             reading = replace(reading, chat_date=_chat_date(manager.pack, tokenizer))
         self.reader = StateReader(model, tokenizer, manager.pack.sites, reading, so_far=so_far)
         check_host(manager.pack, self.reader.host, strict=strict)
-        deployment: Any = getattr(manager, "deployment", None)  # what it states of the host holds here, too
+        deployment: Any = getattr(manager, "deployment", None)
         if deployment is not None:
             deployment.check_host(manager.pack, model)
         self.manager = manager
-        self.strategy = manager.strategy.batch  # may be set to another before anything is scored
+        self.strategy = manager.strategy.batch
         self._plan = manager.plan if floor is None else manager.plan.with_floor(floor)
 
     def score(
@@ -134,16 +123,16 @@ class CorpusScorer:
         exhaustive: bool = False,
         progress: Callable[[float, int], object] | None = None,
     ) -> Iterator[ScoredShard]:
-        """Score shards, in order. `progress` is called with how many more documents (in parts) and tokens ran."""
+        """Score shards, in order. `progress` gets increments of documents (fractions) and tokens."""
         source = iter(shards)
         tokenising, scoring = ThreadPoolExecutor(1, "probemon-tokenise"), ThreadPoolExecutor(1, "probemon-score")
-        under_way: deque[tuple[bool, Future[Any]]] = deque()  # whether it ends a shard, and its result
+        under_way: deque[tuple[bool, Future[Any]]] = deque()  # (ends a shard, result)
         try:
             with self.reader.tap():
-                following = self._begin(tokenising, source)
-                while following is not None:
-                    planned = following.result()
-                    following = self._begin(tokenising, source)
+                upcoming = self._begin(tokenising, source)
+                while upcoming is not None:
+                    planned = upcoming.result()
+                    upcoming = self._begin(tokenising, source)
                     parts: list[_Part] = []
                     for rows in planned.batches:
                         states = self.reader.run(rows, planned.tokens)
@@ -168,11 +157,11 @@ class CorpusScorer:
                 executor.shutdown(wait=True, cancel_futures=True)
 
     def _begin(self, tokenising: ThreadPoolExecutor, source: Iterator[DocumentShard]) -> Future[ShardPlan] | None:
-        shard = next(source, None)  # in the caller's thread, as their iterable may need
+        shard = next(source, None)  # in the caller's thread
         return None if shard is None else tokenising.submit(self.reader.plan, shard)
 
     def _sampled(self, planned: ShardPlan, rows: Sequence[WindowPiece]) -> Mask | None:
-        """Draw the tokens that are audited, by document and position, so that a run that goes on draws the same."""
+        """Draw audited tokens, reproducibly by document and position."""
         if not self.manager.audit_rate:
             return None
         document = np.repeat(
@@ -199,22 +188,20 @@ class CorpusScorer:
 
 
 def _chat_date(pack: AnyPack, tokenizer: Any) -> str | None:
-    """Return the day that chats are rendered with, None where the tokenizer's template reads none. Raises `ConfigError`
-    where packs state different ones.
-    """
+    """Raises `ConfigError` if packs disagree."""
     if not may_read_date(str(getattr(tokenizer, "chat_template", None))):
         return None
     dates = stated_chat_dates(pack)
     if len(dates) > 1:
         raise ConfigError(
-            f"the packs were made of chats of different days, {' and '.join(dates)}: say by which day chats are to be"
-            " rendered, Reading(chat_date=...)"
+            f"the packs were made of chats of different days, {' and '.join(dates)}: choose the day for rendering chats"
+            " with Reading(chat_date=...)"
         )
     return dates[0] if dates else CHAT_DATE
 
 
 def _finished_shards(under_way: deque[tuple[bool, Future[Any]]], most: int) -> Iterator[ScoredShard]:
-    """Wait until at most `most` are under way; return the shards that are finished."""
+    """Yield finished shards until at most `most` are under way."""
     while len(under_way) > most or (under_way and under_way[0][1].done()):
         last, future = under_way.popleft()
         scored = future.result()
@@ -223,7 +210,6 @@ def _finished_shards(under_way: deque[tuple[bool, Future[Any]]], most: int) -> I
 
 
 def _assemble(planned: ShardPlan, parts: list[_Part], n_probes: int) -> ScoredShard:
-    """Put the scores of a shard's batches into the order of its documents and their tokens."""
     lengths = [0 if encoded is None else len(encoded) for encoded in planned.tokens]
     ptr = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
     ranges = [

@@ -1,12 +1,9 @@
-"""Analyses a corpus on many machines: Ray Data hands out shards to workers. Needs the extra `ray`.
+"""Analyses a corpus on several machines with Ray Data. Needs the extra `ray`.
 
-    ds = ray.data.read_parquet("s3://mails/")
-    job = Job(model="demo", pack="demo", out="/shared/scores")
-    analysis = analyze_dataset(ds, job, concurrency=2)
+    job = CorpusJob(model="demo", pack="demo", out="/shared/scores")
+    analysis = analyze_dataset(ray.data.read_parquet("s3://mails/"), job, concurrency=2)
 
-The driver cuts the input into the same shards as one machine would and spools them beside the analysis, on a file
-system that all workers see; a worker reads a shard, scores it and writes it. So the rows are those of a local analysis,
-and the same call goes on with one that was interrupted.
+The driver spools shards next to the analysis, on a file system that all workers see.
 """
 
 from __future__ import annotations
@@ -41,16 +38,15 @@ from probemon.packs.group import AnyPack, open_packs
 from probemon.util.checks import check_count
 
 _SPOOL = ".spool"
-_NO_SHARD = -1  # a worker that is given it compares the job with the analysis, and scores nothing
+_NO_SHARD = -1  # the worker only checks that job and analysis match
 
 
 @dataclass(frozen=True)
 class CorpusJob:
-    """What a worker needs: names and paths that mean the same on every machine, and the settings of `analyze`.
+    """Names and paths that are the same on every machine, and the settings of `analyze`.
 
-    - `pack`: one, or several ("NAME=pack" gives one a name of your own).
-    - `load`: where `model` is no name that `probemon analyze` takes; a worker calls it, without arguments, for
-      `(model, tokenizer)`.
+    - `pack`: one or several, also "NAME=pack".
+    - `load`: returns `(model, tokenizer)` in a worker, if `model` is not a loadable name.
     - `settings`: of `DynamicProbeManager`.
     """
 
@@ -81,10 +77,9 @@ def analyze_dataset(
     max_chars: int = MAX_CHARS,
     progress: Progress | None = None,
 ) -> Analysis:
-    """Analyse a Ray dataset, in the order of its rows, or any other source of documents, with `concurrency` workers.
+    """Analyse a Ray dataset, in the order of its rows, or another source. Other arguments: see `analyze`.
 
-    A dataset's own context says `preserve_order` from then on.
-    Raises `MissingExtra`, `ConfigError`, and what a worker raises. Other arguments are those of `analyze`.
+    Sets `preserve_order` in the dataset's context. Raises `MissingExtra`, `ConfigError`, and errors of workers.
     """
     ray = _ray()
     from probemon.engine.scorer import Scorer
@@ -92,20 +87,20 @@ def analyze_dataset(
     concurrency = check_count("concurrency", concurrency, least=1, remedy="give 1 or more workers")
     source: Source = documents
     if isinstance(documents, ray.data.Dataset):
-        # A dataset has a context of its own, a copy of what was current when it was made.
+        # Datasets copy the context when made.
         documents.context.execution_options.preserve_order = True
         source = documents.iter_rows()
     out = Path(job.out).absolute()
     check_apart(source, out)
     check_target(out)
     if (out / MANIFEST).is_file() and not resume:
-        raise ConfigError(f"{out} holds an analysis: pass resume=True to go on with it, or give another folder")
-    # The kernel is chosen once, so that all workers have the same; one that the job names is compared.
+        raise ConfigError(f"{out} has an analysis: pass resume=True to continue it, or give another folder")
+    # All workers use one kernel.
     settings = dict(job.settings)
     settings |= {name: value for name, value in kernel_of(out).items() if settings.get(name) in (None, "auto")}
     manager = Scorer(job.opened(), device=job.device, **settings)
     settings |= {"impl": manager.impl, "strategy": manager.strategy.batch}
-    Tables(manager.pack, job.floor, job.keep_text)  # raises for a wrong floor before anything is started
+    Tables(manager.pack, job.floor, job.keep_text)
     corpus = read_documents(source, text_field=text_field, id_field=id_field, max_chars=max_chars)
     try:
         out.mkdir(parents=True, exist_ok=True)
@@ -124,7 +119,6 @@ def _spread(
     concurrency: int,
     progress: Progress | None,
 ) -> Analysis:
-    """Hand out the shards that are missing; then end as `analyze` does."""
     analysis, todo, digests = Analysis(out, {}), list[int](), list[str]()
     for shard in shards(documents):
         digests.append(shard.digest)
@@ -133,7 +127,7 @@ def _spread(
             todo.append(shard.index)
         elif progress is not None:
             progress(len(shard.documents), 0)
-    # Also where no shard is missing: only a worker, which has the host, can tell whether the analysis is of this job.
+    # One worker always runs, to check that the analysis is of this job.
     items = [{"index": index} for index in todo or [_NO_SHARD]]
     results = ray.data.from_items(items, override_num_blocks=len(items)).map_batches(
         _Worker,
@@ -154,9 +148,7 @@ def _spread(
 
 
 class _Worker:
-    """An actor of Ray Data."""
-
-    def __init__(self, *arguments: Any) -> None:  # what this raised would only say that the actor died
+    def __init__(self, *arguments: Any) -> None:  # errors here only report that the actor died
         self._arguments, self._ready = arguments, False
 
     def _get_ready(self, job: CorpusJob, out: str, settings: Mapping[str, Any], threads: int) -> None:
@@ -164,7 +156,7 @@ class _Worker:
 
         from probemon.engine.scorer import Scorer
 
-        torch.set_num_threads(threads)  # Ray sets 1, and the last bits of states vary with it
+        torch.set_num_threads(threads)  # Ray sets 1, which changes the last bits of states
         model, tokenizer = (
             job.load()
             if job.load is not None
@@ -196,7 +188,7 @@ class _Worker:
                 for scored in self._scorer.score([shard]):
                     write(self._analysis, self._tables, scored)
                     add_row(len(scored.documents), int(scored.ptr[-1]), "", "")
-        except ProbemonError as error:  # as a row, since Ray brings back the text alone of an exception
+        except ProbemonError as error:  # as a row: Ray returns only the text of exceptions
             add_row(0, 0, type(error).__name__, str(error))
         return outcomes
 
@@ -212,7 +204,6 @@ def _ray() -> Any:
 
 @contextmanager
 def _spool_of(out: Path) -> Iterator[None]:
-    """Remove the spooled texts when the block ends, also where it raises."""
     try:
         yield
     finally:
@@ -221,8 +212,8 @@ def _spool_of(out: Path) -> Iterator[None]:
 
 def _spool(out: Path, shard: DocumentShard) -> None:
     (out / _SPOOL).mkdir(exist_ok=True)
-    kept = ("index", "id", "text", "reason", "chat")
-    rows = [{name: getattr(document, name) for name in kept} for document in shard.documents]
+    names = ("index", "id", "text", "reason", "chat")
+    rows = [{name: getattr(document, name) for name in names} for document in shard.documents]
     target = out / _SPOOL / f"{shard.index:05d}.json"
     partial = target.with_name(f".{target.name}")
     partial.write_text(json.dumps(rows), encoding="utf-8")

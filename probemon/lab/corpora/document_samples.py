@@ -1,9 +1,4 @@
-"""The documents of an analysis as numbers by concept, compared and resampled.
-
-a, b = Sample.of(before, by="share"), Sample.of(after, by="share")
-a.values(concept), dominance(a.values(concept), b.values(concept), a.n, b.n)
-differences, deltas = resampled(a, b, tested, resamples=1000, seed=0)
-"""
+"""The documents of an analysis as numbers by concept, compared and resampled."""
 
 from __future__ import annotations
 
@@ -19,17 +14,17 @@ from probemon.lab.corpora.analysis_files import arrow
 from probemon.lab.corpora.analysis_folder import Analysis
 from probemon.lab.corpora.significance import Doubles
 
-_CHUNK = 1 << 17  # resampled weights at once: they should stay in the processor's cache
+_CHUNK = 1 << 17  # fits the processor's cache
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """What was compared of an analysis: `n_documents` with seen tokens.
+    """Summary of a compared analysis; `n_documents` have seen tokens.
 
-    - `n_bad`, `n_unseen`: documents left out, not scored or without a seen token.
-    - `n_tokens`: seen tokens; `median_tokens`: of a document.
-    - `n_dropped`: how often a limit dropped a probe, whose score is then unknown.
-    - `n_far`: how many of the tokens are far from the states that the pack was calibrated on.
+    - `n_bad`, `n_unseen`: documents left out.
+    - `n_tokens`: seen tokens; `median_tokens`: per document.
+    - `n_dropped`: scores unknown because of a limit.
+    - `n_far`: tokens unlike the calibration states.
     """
 
     directory: str
@@ -44,13 +39,13 @@ class Corpus:
 
 @dataclass(frozen=True)
 class Sample:
-    """The n documents of a corpus, in an order that does not depend on that of the input.
+    """The n documents of a corpus, in an order independent of the input.
 
-    Concept c has the values `value[ptr[c]:ptr[c + 1]]` over 0, ascending, in documents `document[...]`.
+    Concept c has ascending values `value[ptr[c]:ptr[c + 1]]` over 0, in `document[...]`.
     """
 
     corpus: Corpus
-    documents: tuple[bytes, ...]  # of each its tokens, and its concepts over the floor
+    documents: tuple[bytes, ...]  # sort keys
     ptr: Ints
     document: Ints
     value: Doubles
@@ -76,8 +71,7 @@ class Sample:
         compared = np.flatnonzero(scored & (n_seen > 0))
         if not len(compared):
             raise ConfigError(
-                f"{analysis.directory} has {len(number)} documents, none with a token that was seen: there is nothing"
-                " to compare"
+                f"{analysis.directory} has {len(number)} documents, none with a seen token: there is nothing to compare"
             )
         seen = n_seen[compared]
         names = analysis.concepts()["concept"]
@@ -93,7 +87,7 @@ class Sample:
         place = np.asarray(sorted(range(len(compared)), key=keys.__getitem__))
         document = np.argsort(place)[document]
 
-        # Division rounds correctly, so equal shares are equal numbers: 1 of 3 and 2 of 6.
+        # Division rounds correctly: 1 of 3 equals 2 of 6.
         value = count / seen[place][document] if by == "share" else np.ones(len(count))
         order = np.lexsort((document, value, concept))
         ptr = np.searchsorted(concept[order], np.arange(len(names) + 1))
@@ -111,10 +105,7 @@ class Sample:
 
 
 def dominance(x: Doubles, y: Doubles, n_x: int, n_y: int) -> int:
-    """Count pairs in which a document of y is larger, less those in which one of x is.
-
-    x and y are ascending, without the documents that have 0.
-    """
+    """Count pairs in which y is larger, minus those in which x is. x and y are ascending, without zeros."""
     larger = np.searchsorted(x, y, "left").sum() + np.searchsorted(x, y, "right").sum()
     return int(larger + len(y) * n_x - len(x) * n_y - len(x) * len(y))
 
@@ -127,14 +118,12 @@ def resampled(
     seed: int,
     progress: Callable[[int], object] | None = None,
 ) -> tuple[Doubles, Doubles]:
-    """Return differences of means and Cliff's deltas `[resamples, K]`, second minus first, of documents drawn with
-    replacement.
-    """
+    """Return differences of means and Cliff's deltas `[resamples, K]`, second minus first, of bootstrap draws."""
     sources = [(sample, np.random.default_rng([seed, side])) for side, sample in enumerate((first, second))]
     columns = []
     for c in tested:
         x, y = first.values(c), second.values(c)
-        # The places of the second's values among the first's, before and after equal ones.
+        # Ranks of y among x, before and after ties.
         columns.append(
             (
                 first.documents_of(c),
@@ -166,6 +155,6 @@ def resampled(
 
 def _weights(random: np.random.Generator, rows: int, n: int) -> npt.NDArray[np.int32]:
     """Draw how often each of n documents is taken, `[rows, n]`."""
-    # int32: sums of whole numbers are exact, and it is half the memory to go through.
+    # int32: half the memory traffic; sums are exact.
     drawn = random.integers(0, n, size=(rows, n)) + np.arange(rows)[:, None] * n
     return np.bincount(drawn.ravel(), minlength=rows * n).reshape(rows, n).astype(np.int32)

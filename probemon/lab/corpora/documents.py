@@ -1,21 +1,18 @@
-"""Reads documents from files, folders, standard input or any iterable; a bad one has a reason and raises nothing.
+"""Reads documents from files, folders, standard input or iterables. A bad document has a reason; it does not raise.
 
     for document in read_documents("mails.jsonl"):  # also .txt, .parquet, a folder, "-", or an iterable of str or dict
         if not document.reason: ...document.id, document.text
 
-- a text file: one document a line, blank lines left out; `id` is `name:line`
-- `.jsonl`, `.ndjson`, `.json`: one object a line; `.parquet`: one row; `id` is the field of that name, else `name:line`
-- a folder: every file below it in the order of their paths, but for names that begin with a dot; a text file is one
-  document, `id` is the path. What cannot be read, and links to folders, which are not followed, are bad documents
-- `.csv` and `.tsv` are refused, and so are arrays of JSON, objects over several lines, folders that `datasets` saved
-  and files that begin as PDF, an archive or a document of an office does: their lines are no documents. Of YAML, HTML,
-  source and the like a file is one document in a folder, and refused alone; tensors, pickles and pictures are refused
-  by their names
-- `-`: standard input, JSON lines if they begin as an object does, else text; so is a file whose name says no kind
-- names that end in `.gz`: decompressed, to at most 200 times their size (or 64 MiB); so are row groups of parquet files
-- an iterable: of texts, or of dicts with the fields by name, such as a Hugging Face dataset
-- a row may have `messages` in OpenAI's form (and `tools`) in place of a text: a chat, which is rendered by the model's
-  chat template when it is read for a model (`Document.rendered`). One with both is a bad document
+- text files: a document a line; `id` is `name:line`
+- `.jsonl`, `.ndjson`, `.json`: an object a line; `.parquet`: a row; `id` is the field of that name, else `name:line`
+- a folder: all files below it in path order, without hidden names and linked folders. A text file is one document; `id`
+  is its path
+- `-`, and files of unknown suffix: JSON lines if they begin with an object, else text
+- `.gz` and parquet row groups: decompressed to at most 200 times their size (or 64 MiB)
+- an iterable of texts or dicts
+- a row may have `messages` in OpenAI's form (and `tools`) instead of a text; see `Document.rendered`
+- refused: `.csv`, `.tsv`, JSON arrays, objects over several lines, folders saved by `datasets`, binary files; outside
+  of a folder also YAML, HTML, source and the like
 """
 
 from __future__ import annotations
@@ -54,19 +51,18 @@ from probemon.util.harmless_text import is_unicode
 from probemon.util.strict_json import loads
 
 MAX_CHARS = 2_000_000
-# What compressed files may become: texts are some ten times as long, a bomb a thousand times.
+# Bounds against decompression bombs; texts grow some ten times.
 MOST_TIMES, ALWAYS_BYTES = 200, 64 << 20
-# The dictionary of a parquet column, compressed, is read whole for a row group, and writers end it at a million bytes.
-# Where it is over the smaller bound, rows are read one by one.
+# Compressed dictionaries of parquet columns are read whole; over the smaller bound, rows are read one by one.
 MAX_DICTIONARY_BYTES, LARGE_DICTIONARY_BYTES = 16 << 20, 2 << 20
-_MARK = "\ufeff".encode()  # which a file may begin with; later it is a character of the text
+_MARK = "\ufeff".encode()  # byte order mark
 _JSON = (".jsonl", ".ndjson", ".json")
 _TABLES = (".csv", ".tsv")
-_PLAIN = (".txt", ".text", ".md", ".rst", ".tex")  # whatever they begin with
-# Its header and its separators would be scored as if they were text, and a cell of several lines as several documents.
+_PLAIN = (".txt", ".text", ".md", ".rst", ".tex")
+# Header and separators would be scored, and cells split at line breaks.
 _NO_TABLES = "a table in text: write it as .jsonl or .parquet, or name it .txt if its lines are the documents"
 _TEXTS = "write its texts as .txt or .jsonl"
-# By the ends of names. Those of the first are texts as a whole, but not line by line.
+# By suffix. The first kind are texts as a whole, not line by line.
 _OF_LINES = {
     **dict.fromkeys((".yaml", ".yml"), "YAML"),
     **dict.fromkeys((".toml", ".ini", ".cfg"), "a file of settings"),
@@ -86,11 +82,11 @@ Source = str | os.PathLike[str] | Iterable[Any]
 class Document:
     """A document.
 
-    - `index`: its place in the input, from 0.
+    - `index`: position in the input.
     - `reason`: "" or why it cannot be scored.
-    - `fields`: what else its row had.
-    - `chat`: of a chat its messages and tools as JSON; `text` is then "" until it is rendered for a model.
-    - `chat_date`: the day that the rendered text says it is; "" where it says none.
+    - `fields`: other fields of its row.
+    - `chat`: messages and tools as JSON; `text` is "" until rendered.
+    - `chat_date`: date in the rendered text, or "".
     """
 
     index: int
@@ -103,11 +99,11 @@ class Document:
 
     @property
     def said(self) -> str:
-        """What its row says: its text, or its chat as JSON."""
+        """Its text, or its chat as JSON."""
         return self.chat or self.text
 
     def rendered(self, tokenizer: Any, date: str) -> Document:
-        """Return a chat with its text in the tokenizer's template, which is told the `date`. Raises `ChatRefused`."""
+        """Return a chat with its text in the tokenizer's template, for `date`. Raises `ChatRefused`."""
         row = json.loads(self.chat)
         if not getattr(tokenizer, "chat_template", None):
             raise ChatRefused("it is a chat, and this model's tokenizer has no chat template: give texts")
@@ -117,8 +113,6 @@ class Document:
 
 @dataclass(frozen=True)
 class _Row:
-    """What a row holds: a text, a chat or a reason, and an id if it states one."""
-
     where: str
     text: Any = None
     id: Any = None
@@ -130,12 +124,12 @@ class _Row:
 def read_documents(
     source: Source, *, text_field: str = "text", id_field: str = "id", max_chars: int = MAX_CHARS
 ) -> Iterator[Document]:
-    """Read the documents of a source, in order. Raises `ConfigError` where there is no such file or column."""
+    """Read the documents of a source, in order. Raises `ConfigError` for a missing file or column."""
     max_chars = check_count("max_chars", max_chars, least=1, remedy="give 1 or more characters")
     fields = (text_field, id_field)
     if isinstance(source, (str, os.PathLike)):
         rows = _of_path(os.fspath(source), fields, max_chars)
-    elif hasattr(source, "columns") and hasattr(source, "shape"):  # a data frame yields the names of its columns
+    elif hasattr(source, "columns") and hasattr(source, "shape"):  # a data frame yields its column names
         raise ConfigError(
             f"documents are a {type(source).__name__}: give its rows, dicts with {text_field!r} (pandas:"
             " df.to_dict('records'), polars: df.to_dicts())"
@@ -151,7 +145,7 @@ def read_documents(
 
 
 def count_documents(source: Source) -> int | None:
-    """Estimate how many documents a source has, without reading them, for a progress bar; None if that is unknown."""
+    """Estimate the number of documents, for a progress bar; None if unknown."""
     if not isinstance(source, (str, os.PathLike)):
         return len(source) if isinstance(source, Sized) else None
     path = Path(source)
@@ -175,7 +169,7 @@ def _document(index: int, row: _Row, text_field: str, max_chars: int) -> Documen
         reason = "not valid Unicode (a lone surrogate)"
     try:
         name = row.where if row.id is None else str(row.id)
-    except Exception as error:  # an object of the user's, or a number too long to write
+    except Exception as error:  # unprintable
         name, reason = row.where, reason or f"its id cannot be written ({type(error).__name__})"
     name = name if is_unicode(name) else name.encode("utf-8", "backslashreplace").decode()
     if reason or row.chat:
@@ -195,13 +189,13 @@ def _of_item(item: Any, where: str, fields: tuple[str, str]) -> _Row:
 
 
 def _chat(item: Mapping[str, Any], text_field: str) -> tuple[str, str]:
-    """Return the chat of a row as JSON, or the reason why it is none; two empty texts for a row of a text."""
+    """Return the chat of a row as JSON, and the reason why it is refused."""
     messages, tools = (_listed(item.get(name)) for name in ("messages", "tools"))
     if not isinstance(messages, list):
         alone = text_field != "messages" and item.get(text_field) is None
         return "", "'messages' is a text: give a list of messages" if alone and isinstance(messages, str) else ""
     if text_field != "messages" and item.get(text_field) is not None:
-        return "", f"it has 'messages' and {text_field!r}, of which one would be left out: give one of them"
+        return "", f"it has 'messages' and {text_field!r}: give only one of them"
     try:
         check_said(messages)
         if tools is not None and not isinstance(tools, list):
@@ -216,7 +210,6 @@ def _chat(item: Mapping[str, Any], text_field: str) -> tuple[str, str]:
 
 
 def _listed(value: Any) -> Any:
-    """A list of whoever keeps lists in arrays, as a list; what else there is as it is."""
     return value.tolist() if hasattr(value, "tolist") else list(value) if isinstance(value, tuple) else value
 
 
@@ -241,11 +234,11 @@ def _of_path(source: str, fields: tuple[str, str], max_chars: int) -> Iterator[_
         raise ConfigError(f"{path} is {refused}")
     if kind := _OF_LINES.get(_suffix(path)):
         raise ConfigError(
-            f"{path} is {kind}, and of one file each line is a document: write its texts as .jsonl, name it .txt if its"
-            " lines are meant, or give its folder, in which each file is one document"
+            f"{path} is {kind}, and each line is a document: write its texts as .jsonl, name it .txt if its lines are"
+            " the documents, or give its folder, in which each file is one document"
         )
     if _kind(path) == "parquet":
-        _parquet_columns(path, fields)  # a wrong name is an error before a model is loaded
+        _parquet_columns(path, fields)
     try:
         path.open("rb").close()
     except OSError as error:
@@ -254,7 +247,7 @@ def _of_path(source: str, fields: tuple[str, str], max_chars: int) -> Iterator[_
 
 
 def _files(folder: Path) -> tuple[list[Path], dict[Path, str]]:
-    """List the files below a folder, and what else is there, with the reason why it is not read."""
+    """Return the files below a folder, and unreadable entries with reasons."""
     paths, left_out = [], dict[Path, str]()
 
     def unreadable(error: OSError) -> None:
@@ -267,9 +260,9 @@ def _files(folder: Path) -> tuple[list[Path], dict[Path, str]]:
             for name in folders
             if Path(root, name).is_symlink()
         }
-        saved = {Path(root, name): what for name in folders if (what := dataset_folder(Path(root, name)))}
-        left_out |= saved
-        folders[:] = [name for name in folders if Path(root, name) not in saved]
+        datasets = {Path(root, name): reason for name in folders if (reason := dataset_folder(Path(root, name)))}
+        left_out |= datasets
+        folders[:] = [name for name in folders if Path(root, name) not in datasets]
         for path in (Path(root, name) for name in names if not name.startswith(".")):
             if path.is_file():
                 paths.append(path)
@@ -297,7 +290,7 @@ def _whole(path: Path, where: str, max_chars: int) -> _Row:
     try:
         with _opened(path) as stream:
             data = stream.read(4 * max_chars + 1)
-    except Exception as error:  # a damaged archive fails in several ways
+    except Exception as error:
         return _Row(where, reason=f"cannot be read: {error}")
     return _too_long(where, max_chars) if len(data) > 4 * max_chars else _decoded(data.removeprefix(_MARK), where)
 
@@ -309,12 +302,12 @@ def _file(path: Path, where: str, fields: tuple[str, str], max_chars: int) -> It
             return
         with _opened(path) as stream:
             yield from _lines(stream, where, _kind(path) == "json", fields, max_chars)
-    except Exception as error:  # a damaged file fails in many ways; the rows before stay
+    except Exception as error:  # earlier rows stay
         yield _Row(where, reason=f"cannot be read (further): {error}")
 
 
 def _kind(path: Path) -> str:
-    """Return the kind of a file by its name; of one whose name says none, by how it begins."""
+    """By suffix, or else by first bytes."""
     kinds = {
         **dict.fromkeys((*_PLAIN, *_OF_LINES), "text"),
         ".parquet": "parquet",
@@ -328,7 +321,7 @@ def _begin(path: Path) -> bytes:
     try:
         with _opened(path) as stream:
             return bytes(stream.read(BEGIN_BYTES))
-    except Exception:  # a damaged archive fails in several ways, and is told elsewhere
+    except Exception:  # reported elsewhere
         return b""
 
 
@@ -337,22 +330,22 @@ def _suffix(path: Path) -> str:
 
 
 def _no_documents(path: Path) -> str:
-    """What a file is whose lines are no documents, or an empty string; one that cannot be read is told elsewhere."""
+    """Return why a file's lines are not documents, or ""."""
     kind = _kind(path)
     if kind in ("table", "parquet"):
         return _NO_TABLES if kind == "table" else ""
-    if what := _OF_BYTES.get(_suffix(path)):
-        return f"{what}, and no text: {_TEXTS}"
+    if kind_name := _OF_BYTES.get(_suffix(path)):
+        return f"{kind_name}, and no text: {_TEXTS}"
     begin, suffix = _begin(path), _suffix(path)
     if kind == "json" and is_spread_json(begin):
         return ONE_OBJECT
-    if suffix == ".json" and without_mark(begin).startswith(b"["):  # of .jsonl a line may be one, and is a bad one
+    if suffix == ".json" and without_mark(begin).startswith(b"["):  # in .jsonl, only that line is bad
         return ONE_ARRAY
     if suffix not in (*_JSON, *_PLAIN, *_OF_LINES) and begins_array(begin):
         return ONE_ARRAY
-    # Lines that happen to be valid would be scored, and the others called bad.
-    found = kind_of_bytes(begin) if _zipped(path) else kind_of(path)
-    return found and f"{found}, and no text: {remedy_of(found) or _TEXTS}"
+    # Otherwise valid lines by chance would be scored.
+    binary_kind = kind_of_bytes(begin) if _zipped(path) else kind_of(path)
+    return binary_kind and f"{binary_kind}, and no text: {remedy_of(binary_kind) or _TEXTS}"
 
 
 def _zipped(path: Path) -> bool:
@@ -364,7 +357,7 @@ def _opened(path: Path) -> Any:
 
 
 class _Unzipped(io.RawIOBase):
-    """Decompressed bytes, up to the bound for the size that they come from."""
+    """Decompressed bytes, up to a bound."""
 
     def __init__(self, path: Path) -> None:
         self._file, self._left = gzip.GzipFile(path), _most_bytes(path.stat().st_size)
@@ -373,8 +366,8 @@ class _Unzipped(io.RawIOBase):
         return True
 
     def readinto(self, buffer: Any) -> int:
-        """Raise `ConfigError` where there is more than there may be."""
-        data = self._file.read1(len(buffer))  # of a damaged file, all that comes before the damage
+        """Raises `ConfigError` over the bound."""
+        data = self._file.read1(len(buffer))
         buffer[: len(data)] = data
         self._left -= len(data)
         if self._left < 0:
@@ -394,10 +387,10 @@ def _most_bytes(compressed: int) -> int:
 
 def _standard_input(fields: tuple[str, str], max_chars: int) -> Iterator[_Row]:
     stream: Any = sys.stdin.buffer
-    begin = stream.peek(1)  # of an interactive terminal, too, this waits for the first line
-    if found := kind_of_bytes(begin):
-        found = found.split(",")[0]  # it has no name
-        raise ConfigError(f"standard input is {found}, and no text: {remedy_of(found) or _TEXTS}")
+    begin = stream.peek(1)  # in a terminal, waits for a line
+    if kind := kind_of_bytes(begin):
+        kind = kind.split(",")[0]
+        raise ConfigError(f"standard input is {kind}, and no text: {remedy_of(kind) or _TEXTS}")
     if begins_array(begin):
         raise ConfigError(f"standard input is {ONE_ARRAY}")
     if is_spread_json(begin):
@@ -406,7 +399,7 @@ def _standard_input(fields: tuple[str, str], max_chars: int) -> Iterator[_Row]:
 
 
 def _lines(stream: BinaryIO, where: str, as_json: bool, fields: tuple[str, str], max_chars: int) -> Iterator[_Row]:
-    # A character is at most four bytes; in JSON it may be written as six (\uXXXX), and the other fields take room too.
+    # Up to four bytes a character, six in JSON (\uXXXX), and other fields.
     limit = max_chars * (8 if as_json else 4) + 65536
     number = 0
     while line := stream.readline(limit):
@@ -425,7 +418,7 @@ def _lines(stream: BinaryIO, where: str, as_json: bool, fields: tuple[str, str],
             yield _decoded(line.rstrip(b"\r\n"), at)
             continue
         try:
-            item = loads(line.decode(), halves=True)  # a text with half a character has a reason of its own
+            item = loads(line.decode(), halves=True)  # lone surrogates get a separate reason
         except UnicodeDecodeError as error:
             yield _Row(at, reason=f"not UTF-8 (byte {error.start}: {error.reason})")
         except (ValueError, RecursionError) as error:
@@ -443,7 +436,7 @@ def _decoded(data: bytes, where: str) -> _Row:
         text = data.decode("utf-8")
     except UnicodeDecodeError as error:
         return _Row(where, reason=f"not UTF-8 (byte {error.start}: {error.reason})")
-    if "\0" in text:  # UTF-16 without its mark is valid UTF-8, letter by letter
+    if "\0" in text:  # UTF-16 without its mark may be valid UTF-8
         return _Row(where, reason=f"not a text (a NUL at character {text.index(chr(0))}): UTF-16, perhaps")
     return _Row(where, text)
 
@@ -497,7 +490,7 @@ def _parquet(path: Path, where: str, fields: tuple[str, str]) -> Iterator[_Row]:
 
 
 def _too_large(chunk: Any) -> str:
-    """Say why a column of a row group is not read, by the sizes that the file states; "" where it is read."""
+    """Return why a column of a row group is not read, or ""."""
     if chunk.total_uncompressed_size > _most_bytes(chunk.total_compressed_size):
         return (
             f"{chunk.path_in_schema} decompresses to {chunk.total_uncompressed_size:,} bytes, more than {MOST_TIMES}"
@@ -520,7 +513,6 @@ def _dictionary_bytes(chunk: Any) -> int:
 
 
 def _count_file(path: Path, alone: bool) -> int:
-    """Count lines of a file or rows of a table; a text file in a folder (`alone` false) is one."""
     kind = _kind(path)
     if kind == "parquet":
         try:

@@ -1,10 +1,9 @@
-"""Modules of JavaScript as one script, for a page that is one file: opened from a disk, it may load no module.
+"""Joins JavaScript modules into one script: a page opened from a disk cannot load modules.
 
-    script = one_script(folder / "page.js", shared)      # what page.js imports lies in `shared`, flat
+    script = one_script(folder / "page.js", shared)      # imports are in `shared`, flat
 
-Only one form of import and export is known, and any other is refused: `import { a, b } from "./words.js";` on a line of
-its own, and `export` before a declaration at the beginning of a line. All modules share one scope then, so that a name
-declared in two of them is an error in the browser, and tests open the page in one.
+Accepts only `import { a, b } from "./words.js";` on a separate line, and `export` before a declaration. Modules share
+one scope.
 """
 
 from __future__ import annotations
@@ -20,21 +19,19 @@ _OTHER = re.compile(r"^\s*(?:import|export)\b.*", re.M)
 
 
 def one_script(entry: Traversable, shared: Traversable) -> str:
-    """Return the text of a module after those of all modules that it imports, each once. Raises `ConfigError`."""
+    """Return a module's text after all modules that it imports. Raises `ConfigError`."""
     pieces = dict[str, str]()
 
     def add(module: Traversable) -> None:
         text = module.read_text(encoding="utf-8")
-        pieces[module.name] = ""  # of modules that import each other, the one entered first comes last
+        pieces[module.name] = ""  # in cycles, the first module comes last
         for name in _IMPORT.findall(text):
             if name not in pieces:
                 add(shared / name)
         del pieces[module.name]
         text = _EXPORT.sub("", _IMPORT.sub("", text))
         if other := _OTHER.search(text):
-            raise ConfigError(
-                f"{module.name}: {other[0].strip()!r} cannot go into one script: write it as one_script says"
-            )
+            raise ConfigError(f"{module.name}: {other[0].strip()!r} cannot go into one script: see one_script")
         pieces[module.name] = text
 
     add(entry)

@@ -1,12 +1,9 @@
 """Writes an analysis as one HTML file: overview, hierarchy, concepts over documents, documents with coloured tokens.
 
     path = write_report(Analysis.open("scores/"))                       # scores/report.html
-    write_report(analysis, "mails.html", text_megabytes=60, overwrite=True)
 
-The file loads nothing from anywhere. All it holds of the analysis is JSON, and its one script (`report_page/page.js`)
-puts that into the page as text; what it shares with the page of a server lies in `util/page_code`. All documents are
-listed. Texts with their tokens are in it as far as the budget goes: first the best document of each concept, then the
-second best, and so on. Each text is a block of its own, read when it is opened.
+The file loads nothing: its data are JSON, which `report_page/page.js` inserts as text. Texts are included up to a
+budget, the best documents of each concept first.
 """
 
 from __future__ import annotations
@@ -45,14 +42,11 @@ def write_report(
     max_pairs: int = MAX_PAIRS,
     overwrite: bool = False,
 ) -> Path:
-    """Write the report of an analysis and return its path.
+    """Write the report and return its path. Raises `ConfigError`.
 
-    - `out`: the file, by default `report.html` in the analysis' folder.
-    - `text_megabytes` (10**6 bytes): for the texts with their tokens, at most.
-    - `max_pairs`: documents listed by concept, at most, the same number of best ones for every concept.
-    - `overwrite`: whether a file that is there is replaced.
-
-    The rest of the file grows with concepts and documents (about 60 bytes each document). Raises `ConfigError`.
+    - `out`: default `report.html` in the analysis' folder.
+    - `text_megabytes`: budget in 10**6 bytes for texts with tokens.
+    - `max_pairs`: most documents listed by concept, in total.
     """
     target = analysis.directory / "report.html" if out is None else Path(out)
     text_megabytes = check_number(
@@ -71,14 +65,14 @@ def write_report(
     return target
 
 
-# -- the page ------------------------------------------------------------------------------------
+# The page
 
-# What could end a script element or begin a comment in it, and what old JavaScript took for the end of a line.
+# Could end a script element, begin a comment, or end a line in old JavaScript.
 _ESCAPED = re.compile("[<>&\u2028\u2029]")
 
 
 def embed(value: Any) -> str:
-    """Write a value as JSON that may stand in a script element, whatever its texts hold."""
+    """Return a value as JSON that is safe in a script element."""
     text = json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
     return _ESCAPED.sub(lambda match: f"\\u{ord(match[0]):04x}", text)
 
@@ -90,7 +84,7 @@ def _page(data: dict[str, Any], blocks: dict[int, str]) -> str:
     )
     style = "\n".join(file.read_text(encoding="utf-8") for file in (shared / "colours.css", folder / "style.css"))
     script = one_script(folder / "page.js", shared)
-    # Not 'unsafe-inline': only this script and style run, even where something got past the escaping.
+    # Only this script and style run, even if escaping fails.
     policy = (
         f"default-src 'none'; script-src {_digest(script)}; style-src {_digest(style)}; base-uri 'none'; form-action"
         " 'none'"
@@ -140,17 +134,16 @@ def _umask() -> int:
     return mask
 
 
-# -- texts with their tokens ---------------------------------------------------------------------
+# Texts with tokens
 
 
 def _blocks_within(report: ReportData, budget: int) -> Iterator[tuple[int, str]]:
-    """Return the blocks of wanted documents that the budget has room for; one that is too large is passed over."""
     order = _wanted(report)
     text_bytes, n_rows = (
         np.asarray([0 if text is None else len(text.encode()) for text in report.documents.column("text").to_pylist()]),
         report.counts("n_rows"),
     )
-    at_least = text_bytes + 4 * n_rows  # no block is smaller, so that few are made in vain
+    at_least = text_bytes + 4 * n_rows  # lower bounds
     room, candidates = budget, set[int]()
     for d in order:
         if at_least[d] <= room:
@@ -164,7 +157,6 @@ def _blocks_within(report: ReportData, budget: int) -> Iterator[tuple[int, str]]
 
 
 def _wanted(report: ReportData) -> Ints:
-    """List scored documents by their best rank for any concept, then in the order of the input."""
     n = report.documents.num_rows
     place = np.full(n, np.iinfo(np.int64).max)
     np.minimum.at(place, report.pairs.document, report.pairs.rank)
@@ -174,7 +166,7 @@ def _wanted(report: ReportData) -> Ints:
 
 
 def _blocks(report: ReportData, documents: set[int]) -> Iterator[tuple[int, str]]:
-    """Write some documents as JSON, each with all its rows; a shard is read at a time."""
+    """Yield documents with all rows, reading one shard at a time."""
     texts, analysis = report.documents.column("text"), report.analysis
     plain = ("document", "position", "start", "end", "token_id", "score")
     for shard in analysis.manifest["shards"]:
@@ -205,12 +197,12 @@ def _blocks(report: ReportData, documents: set[int]) -> Iterator[tuple[int, str]
 def _block(
     text: str | None, words: Any, *, position: Ints, start: Ints, end: Ints, token_id: Ints, concept: Ints, score: Any
 ) -> dict[str, Any]:
-    """Make the page's block of a document's rows.
+    """Return a document's block for the page.
 
-    - `t`: its text.
-    - of each token over the floor, `p` its position and `s` its start in the text, as steps from the token before; `l`
-      its length; `n` its rows. Where tokens cannot be shown in the text: `w` their own texts, `i` their ids.
-    - of each row, `c` the concept and `v` the score.
+    - `t`: text.
+    - per token over the floor: `p` position and `s` start in the text (differences), `l` length, `n` rows; without
+      offsets `w` token text, `i` id.
+    - per row: `c` concept, `v` score.
     """
     first = np.flatnonzero(np.diff(position, prepend=-1))
     start, end = start[first].astype(np.int64), end[first].astype(np.int64)
@@ -228,7 +220,7 @@ def _block(
 
 
 def _utf16(text: str, at: Ints) -> Ints:
-    """Count places in a text as JavaScript does, where a character beyond 0xFFFF is two."""
+    """Convert offsets to JavaScript's: characters beyond 0xFFFF count twice."""
     if not text or ord(max(text)) <= 0xFFFF:
         return at
     beyond = np.frombuffer(text.encode("utf-32-le"), dtype=np.uint32) > 0xFFFF

@@ -1,9 +1,4 @@
-"""What the report of an analysis shows beside the texts, as JSON.
-
-data = ReportData(analysis)
-data.page_data(max_pairs=1_000_000, texts=[0, 3])         # numbers of the documents whose texts are in the report
-data.pairs.best(1_000_000)                                # documents by concept, the best first
-"""
+"""Data of the report of an analysis, without the texts, as JSON."""
 
 from __future__ import annotations
 
@@ -21,15 +16,15 @@ from probemon.engine.audit import Audit
 from probemon.lab.corpora.analysis_folder import Analysis
 from probemon.packs.strength import shortest, strength_or_score
 
-BINS = 100  # columns of the concepts over the documents
-BEST = 3  # concepts named beside a document
+BINS = 100  # columns over the documents
+BEST = 3  # concepts for a document
 _PER_DOCUMENT = ("active", "evaluated", "dropped", "not_reached", "excluded", "far")
 _TOTALS = ("documents", "bad_documents", "tokens", "unseen", "rows", *_PER_DOCUMENT)
 
 
 @dataclass(frozen=True)
 class Pairs:
-    """Documents by concept, best first: concept c has the entries `ptr[c]` to `ptr[c + 1]` of the arrays `[N]`.
+    """Documents by concept, best first: concept c has `ptr[c]` to `ptr[c + 1]` of the arrays `[N]`.
 
     `tokens`: over the floor; `highest`: score; `rank`: within the concept.
     """
@@ -45,7 +40,7 @@ class Pairs:
         return np.repeat(np.arange(len(self.ptr) - 1), np.diff(self.ptr))
 
     def best(self, at_most: int) -> tuple[Pairs, int | None]:
-        """Return the pairs of rank under k, for the largest k with `at_most` such, and k; None where that is all."""
+        """Return the pairs of rank under k, for the largest k with `at_most` pairs, and k (None: all)."""
         if len(self.rank) <= at_most:
             return self, None
         k = int(np.searchsorted(np.cumsum(np.bincount(self.rank)), at_most, side="right"))
@@ -55,14 +50,14 @@ class Pairs:
 
 
 class ReportData:
-    """The tables of an analysis but the scores, as arrays."""
+    """The tables of an analysis, without scores, as arrays."""
 
     def __init__(self, analysis: Analysis) -> None:
         self.analysis = analysis
         self.concepts = analysis.concepts().to_pydict()
         self.documents = analysis.documents()
         self.number = {name: i for i, name in enumerate(self.concepts["concept"])}
-        # The first parent of a path is the one that stands first in the pack.
+        # The first parent in the pack comes first.
         self.parents = [sorted(self.number[parent] for parent in parents) for parents in self.concepts["parents"]]
 
     def counts(self, name: str) -> Ints:
@@ -89,7 +84,7 @@ class ReportData:
 
     def page_data(self, max_pairs: int, texts: list[int]) -> dict[str, Any]:
         identity, manifest, concepts = self.analysis.manifest["identity"], self.analysis.manifest, self.concepts
-        pack, host, floor, totals = (
+        pack, model, floor, totals = (
             identity["pack"]["name"],
             identity["host"],
             identity["floor"],
@@ -102,7 +97,7 @@ class ReportData:
             "pack": pack,
             "floor": floor,
             "watched": (
-                f"Probe pack {pack} on {host['model']} ({host['dtype']}, {host['device']})"
+                f"Probe pack {pack} on {model['model']} ({model['dtype']}, {model['device']})"
                 + (f", alert thresholds {identity['pack']['alert_set']}" if "alert_set" in identity["pack"] else "")
             ),
             "totals": {name: totals[name] for name in _TOTALS},
@@ -118,7 +113,7 @@ class ReportData:
                 "threshold": [
                     shortest(value) if math.isfinite(value) else None for value in concepts["alert_threshold"]
                 ],
-                # Of a floor under its threshold nobody knows how often a concept is right.
+                # Precision is unknown below the alert threshold.
                 "precision": [
                     share if floor == "fired" or (threshold is not None and floor >= threshold) else None
                     for share, threshold in zip(concepts["precision"], concepts["alert_threshold"], strict=True)
@@ -149,9 +144,7 @@ class ReportData:
         }
 
     def heat(self) -> dict[str, Any]:
-        """Count over equal stretches of the input: tokens seen, and by concept tokens over the floor and the highest
-        score (0 for a concept without any).
-        """
+        """Count seen tokens over equal parts of the input; by concept, tokens over the floor and highest score."""
         pairs, n, p = self.pairs, self.documents.num_rows, len(self.number)
         n_bins = min(n, BINS)
         seen = np.bincount(
@@ -173,10 +166,7 @@ class ReportData:
         }
 
     def best_of_documents(self) -> list[list[int]]:
-        """List the concepts of each document that exceed their threshold most (in logits; without one, by score).
-
-        None is above or below a stronger one.
-        """
+        """List the concepts of each document that most exceed their threshold, without ancestors of others."""
         pairs, by_document = self.pairs, [list[int]() for _ in range(self.documents.num_rows)]
         concept = pairs.concept
         threshold = np.asarray(self.concepts["alert_threshold"], dtype=np.float64)
@@ -190,15 +180,13 @@ class ReportData:
 
     def _ancestors(self) -> list[frozenset[int]]:
         above = [frozenset[int]()] * len(self.parents)
-        for c in range(len(above)):  # a probe is numbered after its parents
+        for c in range(len(above)):  # probes are numbered after their parents
             above[c] = frozenset().union(*(above[parent] | {parent} for parent in self.parents[c]))
         return above
 
 
 def millionths(scores: Any) -> list[float]:
-    """Return scores `[N]` in millionths, for a page that makes strengths of them: rounded to whole ones, but near 0 to
-    four digits and near 1 to fp32's steps, where the logit of a score changes much with the score.
-    """
+    """Return scores `[N]` in millionths, with more digits near 0 and 1, where logits change fast."""
     exact = np.asarray(scores, dtype=np.float64) * 1e6
     millionths: list[float] = np.rint(exact).astype(np.int64).tolist()
     for i in np.flatnonzero((exact > 0) & (exact < 1e3)):

@@ -1,11 +1,8 @@
-"""Reads a host's hidden states at every token of documents, shard by shard.
+"""Reads a model's hidden states at every token of documents, shard by shard. A forward ends after the last site.
 
-    reader = StateReader(model, tokenizer, ["resid_post.15"], Reading())
-    for document, tokens, states in reader.states(shards(read_documents("mails.jsonl"))):
-        states["resid_post.15"]                     # [T, D], on the host's device and in its dtype
-
-Chats become texts by the model's chat template; texts become tokens, windows and batches as
-`probemon.lab.corpora.windows` has it. A forward ends after the last site.
+reader = StateReader(model, tokenizer, ["resid_post.15"], Reading())
+for document, tokens, states in reader.states(shards(read_documents("mails.jsonl"))):
+    states["resid_post.15"]                     # [T, D], on the model's device, in its dtype
 """
 
 from __future__ import annotations
@@ -22,7 +19,7 @@ import torch
 from torch import Tensor
 
 from probemon.core.hierarchy import Ints
-from probemon.errors import AlignmentError, ChatRefused, ConfigError, NotSupportedHost
+from probemon.errors import AlignmentError, ChatRefused, ConfigError, UnsupportedModel
 from probemon.host.abilities import Abilities
 from probemon.host.adapters import needs_its_wrapper, rehearsal
 from probemon.host.chat_dates import CHAT_DATE
@@ -44,7 +41,7 @@ from probemon.packs.manifest import SO_FAR, scope_of
 
 @dataclass(frozen=True)
 class ShardPlan:
-    """A shard ready for the host; its documents have the tokenizer's reasons too."""
+    """A shard ready for the model, with reasons from tokenisation."""
 
     shard: DocumentShard
     documents: tuple[Document, ...]
@@ -54,14 +51,11 @@ class ShardPlan:
 
 
 class _ForwardEnd(BaseException):
-    """Ends a forward that has shown all it has to; no `Exception`, so that nothing on its way out catches it."""
+    """Ends a forward early; not an `Exception`, so that no handler catches it."""
 
 
 class _OwnForward(threading.local):
-    """What this thread's own forward has shown of the states that are asked for, by site; None while there is none.
-
-    `shape`: its rows and tokens. `where`: which of these are asked for.
-    """
+    """States of this thread's forward by site, or None."""
 
     seen: dict[str, list[Tensor]] | None = None
     shape: tuple[int, int]
@@ -69,47 +63,46 @@ class _OwnForward(threading.local):
 
 
 class StateReader:
-    """Reads hidden states of a host in eval mode at `sites`.
+    """Reads hidden states of a model in eval mode at `sites`.
 
-    `so_far`: what is made of the states tells of all tokens so far, as those of `ssm_state.N` do in any case. Documents
-    of more than one window are then left out: behind the first nothing would be known of what came before.
+    `so_far`: states summarise all tokens so far, as `ssm_state.N` always do; documents over one window are refused.
 
-    Raises `NotSupportedHost` where the host has an encoder, its answers depend on what it read before, or a site is not
-    what its name says, `ConfigError` where it is training.
+    Raises `ConfigError` if the model is training, `UnsupportedModel` if it has an encoder, keeps state between inputs,
+    or does not match its sites.
     """
 
     def __init__(
         self, model: Any, tokenizer: Any, sites: Sequence[str], reading: Reading, *, so_far: bool = False
     ) -> None:
-        host = unwrap(model)
-        if is_encoder_decoder(host):
-            raise NotSupportedHost(
-                f"{type(host).__name__} has an encoder: what its decoder would read a document as is unknown. Give a"
+        decoder = unwrap(model)
+        if is_encoder_decoder(decoder):
+            raise UnsupportedModel(
+                f"{type(decoder).__name__} has an encoder: it is unknown how its decoder would read a document. Give a"
                 " decoder alone"
             )
-        dropping = "the whole" if host.training else drops_at_random(model)
-        if dropping is not None:
+        training_part = "the whole" if decoder.training else drops_at_random(model)
+        if training_part is not None:
             raise ConfigError(
-                f"{dropping} of {type(host).__name__} is training, and drops at random: call model.eval()"
+                f"{training_part} of {type(decoder).__name__} is training, and drops at random: call model.eval()"
             )
         self.tokenizer, self.reading, self.sites = tokenizer, reading, tuple(sites)
         self._so_far = so_far or scope_of(sites) == SO_FAR
-        self.window = reading.window_for(type(host).__name__, longest_input(host))
-        self.model, self.host = model, host
-        # Where padding gets into a row, or its length into others, only rows of one length share a batch.
-        abilities = Abilities(host)
+        self.window = reading.window_for(type(decoder).__name__, longest_input(decoder))
+        self.model, self.host = model, decoder
+        # Else only rows of one length share a batch.
+        abilities = Abilities(decoder)
         abilities.check_streams(self.sites)
         abilities.check_again(self.window.n_tokens)
         self._padded, self._looks_ahead = (
             abilities.takes_padding(self.window.n_tokens),
             abilities.looks_ahead(self.window.n_tokens),
         )
-        wrapped = needs_its_wrapper(model, host)
-        self._runs = model if wrapped else find_layers(host)[0]
-        self._may_stop = may_be_left(host) and not wrapped  # PEFT's wrapper would leave its hooks on
-        self._rehearses = rehearsal(host)
-        self.widths = {site: site_width(host, site) for site in self.sites}
-        self._known = False  # that a forward shows each site once
+        wrapped = needs_its_wrapper(model, decoder)
+        self._runs = model if wrapped else find_layers(decoder)[0]
+        self._may_stop = may_be_left(decoder) and not wrapped  # PEFT's wrapper would leave its hooks
+        self._rehearses = rehearsal(decoder)
+        self.widths = {site: site_width(decoder, site) for site in self.sites}
+        self._known = False  # whether a forward shows each site once
         self._open = _OwnForward()
         self._stop = False
 
@@ -119,25 +112,25 @@ class StateReader:
         return {"before": list(tokens.prefix), "after": list(tokens.suffix)}
 
     def tap(self) -> Tap:
-        """Return what `run` needs around it: the hooks on the host."""
+        """Return the hooks that `run` needs."""
         return Tap(self.host, self.sites, self._tapped)
 
     def states(self, shards: Iterable[DocumentShard]) -> Iterator[tuple[Document, WindowTokens, dict[str, Tensor]]]:
-        """Return the documents that can be read, with their tokens and hidden states `[T, D]` at the sites."""
+        """Yield readable documents with tokens and hidden states `[T, D]` by site."""
         for shard in shards:
             planned = self.plan(shard)
             lengths = [0 if encoded is None else len(encoded) for encoded in planned.tokens]
-            room: list[dict[str, Tensor]] = [{} for _ in lengths]
+            collected: list[dict[str, Tensor]] = [{} for _ in lengths]
             with self.tap():
                 for rows in planned.batches:
                     sizes = [piece.stop - piece.scored for piece in rows]
                     for site, hidden in self.run(rows, planned.tokens).items():
                         for piece, part in zip(rows, hidden.split(sizes), strict=True):
-                            whole = room[piece.place].setdefault(
+                            full = collected[piece.place].setdefault(
                                 site, hidden.new_empty(lengths[piece.place], hidden.shape[1])
                             )
-                            whole[piece.scored : piece.stop] = part
-            for document, tokens, encoded in zip(planned.documents, planned.tokens, room, strict=True):
+                            full[piece.scored : piece.stop] = part
+            for document, tokens, encoded in zip(planned.documents, planned.tokens, collected, strict=True):
                 if tokens is not None:
                     yield document, tokens, encoded
 
@@ -150,8 +143,8 @@ class StateReader:
             windows = [] if encoded is None else cut(encoded, place, self.window)
             if len(windows) > 1 and self._so_far:
                 reason = (
-                    f"{len(encoded or ()):,} tokens, more than a window of {self.window.n_tokens:,} takes: behind it"
-                    " scores of all tokens so far would begin anew. Give a longer window"
+                    f"{len(encoded or ()):,} tokens, more than a window of {self.window.n_tokens:,} takes: after it"
+                    " scores of all tokens so far would restart. Give a longer window"
                 )
                 encoded, windows = None, []
             if reason:
@@ -171,7 +164,7 @@ class StateReader:
 
     def _encoded(self, text: str, *, is_chat: bool = False) -> WindowTokens:
         reading = self.reading
-        if is_chat:  # a template writes every special token itself
+        if is_chat:
             return encode(self.tokenizer, text, special_tokens="none", parse_special=True)
         return encode(
             self.tokenizer,
@@ -182,7 +175,7 @@ class StateReader:
         )
 
     def _read(self, document: Document) -> tuple[Document, WindowTokens | None, str]:
-        """Return a document, a chat with its text, its tokens, and the reason where there are none."""
+        """Return a document, its tokens, and a reason if there are none."""
         if document.reason:
             return document, None, document.reason
         try:
@@ -191,14 +184,14 @@ class StateReader:
             encoded = self._encoded(document.text, is_chat=bool(document.chat))
         except ChatRefused as error:
             return document, None, str(error)
-        except Exception as error:  # one text must not cost the others
+        except Exception as error:
             return document, None, f"cannot be tokenised ({type(error).__name__}: {error})"
         return (document, encoded, "") if len(encoded) else (document, None, "no tokens")
 
     def arrays(
         self, rows: Sequence[WindowPiece], tokens: Sequence[WindowTokens | None]
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return ids and mask `[B, L]` of a batch, on the host's device, and which of `[B * L]` are scored in it."""
+        """Return ids and mask `[B, L]` of a batch, and the scored indices of `[B * L]`."""
         longest = max(map(len, rows))
         ids, mask = np.zeros((len(rows), longest), dtype=np.int64), np.zeros((len(rows), longest), dtype=np.int64)
         at: list[Ints] = []
@@ -210,58 +203,54 @@ class StateReader:
                 *encoded.ids[piece.begin : piece.stop],
                 *encoded.suffix,
             ]
-            mask[row, : len(piece)] = 1  # padding follows the text, where no state of it can see it: see _padded
+            mask[row, : len(piece)] = 1  # right padding; see _padded
             first = row * longest + piece.n_prefix - piece.begin
             at.append(np.arange(first + piece.scored, first + piece.stop))
         ids_at, mask_at = (torch.from_numpy(array).to(self.host.device) for array in (ids, mask))
         return ids_at, mask_at, torch.from_numpy(np.concatenate(at))
 
     def run(self, rows: Sequence[WindowPiece], tokens: Sequence[WindowTokens | None]) -> dict[str, Tensor]:
-        """Run the host over a batch; return the states `[N, D]` of the tokens scored in it, row by row, by site."""
+        """Run the model over a batch; return states `[N, D]` of its scored tokens, by site."""
         ids, mask, where = self.arrays(rows, tokens)
         seen: dict[str, list[Tensor]] = {site: [] for site in self.sites}
         self._stop = self._may_stop and self._known
         with torch.inference_mode():
-            own = self._open  # of this thread: others may run the same model
-            own.seen, own.shape, own.where = seen, (ids.shape[0], ids.shape[1]), where
+            forward = self._open  # of this thread
+            forward.seen, forward.shape, forward.where = seen, (ids.shape[0], ids.shape[1]), where
             try:
                 with suppress(_ForwardEnd):
                     self._runs(input_ids=ids, attention_mask=mask, use_cache=False)
             finally:
-                own.seen = None
+                forward.seen = None
         for site, states in seen.items():
             if len(states) != 1:
                 raise AlignmentError(
-                    ran_again(site) if states else f"a forward of the host ended without reaching {site}"
+                    ran_again(site) if states else f"a forward of the model ended without reaching {site}"
                 )
         self._known = True
         return {site: states for site, [states] in seen.items()}
 
     def _tapped(self, site: str, hidden: Tensor) -> None:
-        own = self._open
-        if own.seen is not None and not (
+        forward = self._open
+        if forward.seen is not None and not (
             self._rehearses is not None and self._rehearses()
-        ):  # else a forward of somebody else's
-            check_states(site, hidden, own.shape, self.widths[site])
-            # Copied now: the layer may go on to add to what its block gave, in place (Falcon).
-            states = hidden.reshape(-1, hidden.shape[-1]).index_select(0, own.where.to(hidden.device))
-            own.seen[site].append(states)
-            if self._stop and all(own.seen.values()):
+        ):  # else another caller's forward
+            check_states(site, hidden, forward.shape, self.widths[site])
+            # The layer may modify its block's output in place (Falcon).
+            states = hidden.reshape(-1, hidden.shape[-1]).index_select(0, forward.where.to(hidden.device))
+            forward.seen[site].append(states)
+            if self._stop and all(forward.seen.values()):
                 raise _ForwardEnd
 
 
 def give_back() -> None:
-    """Give freed memory back to the system. The C library keeps pieces of what each shard took, and over hours their
-    gaps add up to gigabytes.
-    """
+    """Return freed memory to the system: fragments grow to gigabytes over hours."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's
     if trim is not None:
         trim(0)
 
 
 def may_be_left(host: Any) -> bool:
-    """Return whether a forward may be ended half-way: not where accelerate's hooks put weights back after a layer, nor
-    where a compiled layer is one piece.
-    """
+    """Whether a forward may end early: not with accelerate's hooks or compiled layers."""
     moved = any(has_accelerate_hook(module) for module in host.modules())
     return not moved and not compiled_parts(host)

@@ -1,14 +1,10 @@
-"""Plans a corpus from its documents alone: texts become tokens, tokens windows, windows batches.
+"""Plans how documents are read: texts become tokens, tokens windows, windows batches.
 
-    tokens = encode(tokenizer, "Whales sing.")                      # ids, and where each stands in the text
-    # the first scores all its tokens, the next those after the overlap
+    tokens = encode(tokenizer, "Whales sing.")
     windows = cut(tokens, place=0, window=Window(1024, 128))
-    for rows in batches(windows, max_tokens=8192, max_rows=64): ...  # of like length, the longest first
-    for shard in shards(documents): shard.index, shard.documents, shard.digest
 
-Every token is scored once, in the window where it has most before it. Special tokens that the tokenizer puts before a
-text begin every window and are not scored; those that it puts after a text end every window of a host whose states
-depend on what follows, and no other.
+Every token is scored once, in the window with most context. Special tokens before a text begin every window; those
+after it end the windows of bidirectional models only. They are not scored.
 """
 
 from __future__ import annotations
@@ -28,7 +24,7 @@ from probemon.host.text_tokens import special_tokens as special_tokens_around
 from probemon.lab.corpora.documents import Document
 from probemon.util.checks import check_count
 
-# A shard is held in memory at once, and lost when a run is killed; a large one makes batches of like length.
+# Larger shards batch better, but take more memory.
 SHARD_DOCUMENTS, SHARD_CHARS = 256, 250_000
 SPECIAL = ("bos", "tokenizer", "none")
 
@@ -37,9 +33,9 @@ SPECIAL = ("bos", "tokenizer", "none")
 class WindowTokens:
     """Tokens of a text.
 
-    - `ids [T]`; `start`, `end` `[T]`: their characters in the text, -1 where the tokenizer does not say.
-    - `prefix`, `suffix`: special tokens before and after it.
-    - `own_prefix`: the special tokens that it begins with itself, which only its later windows need.
+    - `ids [T]`; `start`, `end` `[T]`: offsets, -1 if unknown.
+    - `prefix`, `suffix`: special tokens around it.
+    - `own_prefix`: its first special tokens, for later windows.
     """
 
     ids: Ints
@@ -53,13 +49,13 @@ class WindowTokens:
         return len(self.ids)
 
     def prefix_at(self, begin: int) -> tuple[int, ...]:
-        """Return the special tokens before a window that begins at token `begin`."""
+        """Return the special tokens before a window at token `begin`."""
         return self.own_prefix if begin and self.own_prefix else self.prefix
 
 
 @dataclass(frozen=True)
 class Window:
-    """The longest input, in tokens with special ones, and by how many the windows of a longer document overlap."""
+    """The longest input, with special tokens, and the overlap, in tokens."""
 
     n_tokens: int = 1024
     overlap: int = 128
@@ -80,12 +76,10 @@ class Window:
 class Reading:
     """How documents become batches.
 
-    - `window`: None for 1024 tokens, or what the host can take, an eighth of it overlapping.
-    - `batch_tokens`, `batch_rows`: of a batch at most, with padding.
-    - `special_tokens`: which stand before a text, "bos", "tokenizer" or "none" (see `encode`).
-    - `parse_special`: whether special tokens written in a text are such.
-    - `chat_date`: the day, as YYYY-MM-DD, that chats are rendered with where the model's template writes today's date;
-      None for the one that the pack states.
+    - `window`: None for 1024 tokens or the model's limit.
+    - `batch_tokens`, `batch_rows`: largest batch, with padding.
+    - `special_tokens`, `parse_special`: see `encode`.
+    - `chat_date`: YYYY-MM-DD for templates that write today's date; None for the pack's.
     """
 
     window: Window | None = None
@@ -104,7 +98,7 @@ class Reading:
             parse_date(self.chat_date)
 
     def window_for(self, name: str, longest: int | None) -> Window:
-        """Return the window for the host `name`, which takes `longest` tokens. Raises `ConfigError` if it is larger."""
+        """Return the window for a model that takes `longest` tokens. Raises `ConfigError` if it is too large."""
         if self.window is None:
             n_tokens = min(1024, 1024 if longest is None else longest)
             return Window(n_tokens, n_tokens // 8)
@@ -115,7 +109,7 @@ class Reading:
 
 @dataclass(frozen=True)
 class WindowPiece:
-    """An input of the host: tokens `begin` to `stop` of the shard's document `place`, scored from `scored` on."""
+    """An input: tokens `begin` to `stop` of document `place`, scored from `scored` on."""
 
     place: int
     begin: int
@@ -130,7 +124,7 @@ class WindowPiece:
 
 @dataclass(frozen=True)
 class DocumentShard:
-    """Documents that are analysed, written and resumed as one; `is_last`: the input ends with them."""
+    """Documents written and resumed together; `is_last`: the input ends here."""
 
     index: int
     documents: tuple[Document, ...]
@@ -138,11 +132,11 @@ class DocumentShard:
 
     @property
     def digest(self) -> str:
-        """Hash of the ids of the documents, of what their rows say, and of the reasons."""
+        """Hash of ids, contents and reasons."""
         return self.digest_of(len(self.documents))
 
     def digest_of(self, n_documents: int) -> str:
-        """Return the digest that a shard of the first `n_documents` of these has."""
+        """Digest of the first `n_documents`."""
         sha = hashlib.sha256()
         for document in self.documents[:n_documents]:
             for part in (str(document.index), document.id, document.said, document.reason):
@@ -157,11 +151,10 @@ def encode(
 ) -> WindowTokens:
     """Tokenise a text.
 
-    - `special_tokens` that stand before it: "tokenizer", those that the tokenizer adds; "bos", the same, and where it
-      adds none its beginning-of-sequence token, since a host's first state is hardly about its token; or "none". None
-      is put before a text whose own first tokens are the same: they are tokens of the text.
-    - `parse_special`: the text's own "<|im_start|>" are special tokens, not characters.
-    - `after`: with those that the tokenizer puts after it.
+    - `special_tokens` before it: "tokenizer" (those that the tokenizer adds), "bos" (the same, else its
+      beginning-of-sequence token) or "none". Not repeated.
+    - `parse_special`: parse "<|im_start|>" in the text.
+    - `after`: also add those after it.
     """
     fast, added = bool(getattr(tokenizer, "is_fast", False)), special_tokens != "none"
     encoding = tokenizer(
@@ -184,14 +177,14 @@ def encode(
     bos = getattr(tokenizer, "bos_token_id", None)
     if special_tokens == "bos" and not before and bos is not None:
         before = (int(bos),)
-    has_own = begins_with(ids[inside], before)  # a rendered chat, say
+    has_own = begins_with(ids[inside], before)  # such as a rendered chat
     return WindowTokens(
         ids[inside], start, end, () if has_own else before, behind if after else (), before if has_own else ()
     )
 
 
 def cut(tokens: WindowTokens, place: int, window: Window) -> list[WindowPiece]:
-    """Cut a document into pieces, in order; each of its tokens is scored in one of them."""
+    """Cut a document into pieces, in order; each token is scored in one."""
     n_suffix, n = len(tokens.suffix), len(tokens)
     n_special = max(len(tokens.prefix), len(tokens.own_prefix)) + n_suffix
     if window.n_tokens - n_special <= window.overlap:
@@ -211,9 +204,9 @@ def cut(tokens: WindowTokens, place: int, window: Window) -> list[WindowPiece]:
 def batches(
     pieces: Sequence[WindowPiece], *, max_tokens: int, max_rows: int, padded: bool = True
 ) -> list[list[WindowPiece]]:
-    """Group pieces, the longest first, into batches of at most `max_tokens` with padding (or one piece) and `max_rows`.
+    """Group pieces into batches of at most `max_tokens` (or one piece) and `max_rows`, longest first.
 
-    `padded`: whether pieces of different lengths may share a batch.
+    `padded`: pieces of different lengths may share a batch.
     """
     grouped: list[list[WindowPiece]] = []
     longest = 0
@@ -231,7 +224,7 @@ def batches(
 
 
 def shards(documents: Iterable[Document]) -> Iterator[DocumentShard]:
-    """Group documents into shards: `SHARD_DOCUMENTS` each, or fewer if they have over `SHARD_CHARS` characters."""
+    """Group documents into shards."""
     index, held, n_chars = 0, list[Document](), 0
     for document in documents:
         if held and (len(held) == SHARD_DOCUMENTS or n_chars + len(document.said) > SHARD_CHARS):
@@ -239,5 +232,5 @@ def shards(documents: Iterable[Document]) -> Iterator[DocumentShard]:
             index, held, n_chars = index + 1, [], 0
         held.append(document)
         n_chars += len(document.said)
-    if held or not index:  # an input without documents is one shard of none
+    if held or not index:  # an empty input is one empty shard
         yield DocumentShard(index, tuple(held), is_last=True)

@@ -1,11 +1,9 @@
-"""Writes a set of probes without a hierarchy as a pack, as every small importer does in the end.
+"""Writes probes without a hierarchy as a pack.
 
-    probe = Classifier("deception", [(weight, bias)])               # [1, D], [1]: from the state to the logit
+    probe = Classifier("deception", [(weight, bias)])               # [1, D], [1]
     write_flat("my-pack", [probe], source="my own", site="resid_post.15", normalize="none")
 
-The pack has one level: every probe is a root and scored at every token. Probes of several shapes go into one pack: it
-widens smaller ones exactly. Weights that are bf16 and need no folding stay bf16; all others are folded in fp64 and
-become fp32.
+Smaller shapes are widened exactly. bf16 weights without folding stay bf16; others are folded in fp64 and become fp32.
 """
 
 from __future__ import annotations
@@ -36,7 +34,7 @@ from probemon.packs.widen import smallest_common, widen
 from probemon.util.checks import is_missing, is_number
 
 Layer = tuple[Tensor, Tensor]
-MAX_PACK_BYTES = 8 << 30  # of fp32 weights; stacked ones are in memory a few times over
+MAX_PACK_BYTES = 8 << 30  # of fp32 weights; in memory several times
 # Options of `write_stacked` that importers pass on.
 OPTIONS: dict[str, Any] = {
     "name": str | None, "licence": str, "model": str | None, "n_layers": int | None, "eps": int | float,
@@ -47,15 +45,14 @@ _NO_SCORE_ABOVE = 1 - 2**-25  # fp32 rounds this and more to 1
 
 @dataclass(frozen=True)
 class Classifier:
-    """One probe as its source has it.
+    """One probe.
 
-    - `layers`: weight `[out, in]` and bias `[out]` of each linear map from the state to the logit, ReLU between them;
-      one to three, the last of one row.
-    - `alert_threshold`: NaN where the source has none.
-    - `site`: where its state is read, "" for that of the whole pack.
-    - `centre [D]`: a typical state, at which rounding the first weights costs nothing.
-    - `group`: the name of the softmax group that it is of, "" for none: its score is then its share of the softmax.
-    - `fields`: more for its line of concepts.jsonl, such as `name`.
+    - `layers`: weight `[out, in]`, bias `[out]` of one to three linear maps, ReLU between them; the last of one row
+    - `alert_threshold`: NaN for none
+    - `site`: "" for the pack's
+    - `centre [D]`: a typical state, at which rounding costs nothing
+    - `group`: its softmax group, or ""
+    - `fields`: of concepts.jsonl, such as `name`
     """
 
     id: str
@@ -114,13 +111,13 @@ class Classifier:
             width = len(weight)
         if width != 1:
             raise ImportRefused(
-                f"{self.id}: its last layer has {width} outputs, a probe has one: give each output as a probe of its"
-                " own, and those whose softmax is taken as one group"
+                f"{self.id}: its last layer has {width} outputs, a probe has one: give each output as a separate"
+                " probe, and those whose softmax is taken as one group"
             )
 
     @property
     def hidden_size(self) -> int:
-        """How many values it reads of a state."""
+        """Number of values that it reads."""
         return int(self.layers[0][0].shape[1])
 
     @property
@@ -128,7 +125,7 @@ class Classifier:
         return tuple(len(weight) for weight, _ in self.layers[:-1])
 
     def standardised(self, mean: Tensor, scale: Tensor) -> Classifier:
-        """Fold `(state - mean) / scale`, both `[D]`, into the first layer, in fp64: the probe for states before it."""
+        """Fold `(state - mean) / scale`, both `[D]`, into the first layer, in fp64."""
         (weight, bias), *rest = self.layers
         mean, scale = mean.double(), scale.double()
         for name, values in (("mean", mean), ("scale", scale)):
@@ -147,14 +144,14 @@ class Classifier:
 
 
 def linear(id: str, weight: Tensor, bias: Tensor | float, **more: Any) -> Classifier:
-    """Make a linear probe: weight `[D]` or `[1, D]`, bias a number or `[1]`; `more` of `Classifier`."""
+    """Make a linear probe: weight `[D]` or `[1, D]`, bias a number or `[1]`."""
     row = weight.reshape(1, -1) if weight.dim() == 1 else weight
     shift = bias if isinstance(bias, Tensor) else torch.as_tensor(bias, dtype=torch.float64)
     return Classifier(id, [(row, shift.reshape(-1))], **more)
 
 
 def check_total(probes: Sequence[Classifier]) -> None:
-    """Raise `ImportRefused` where probes have over `MAX_PACK_BYTES`: a small file can name one tensor many times."""
+    """Raise `ImportRefused` above `MAX_PACK_BYTES`: a small file can name one tensor many times."""
     _check_size(sum(weight.numel() for probe in probes for weight, _ in probe.layers))
 
 
@@ -167,14 +164,14 @@ def _check_size(n_weights: int) -> None:
 
 
 def stack(probes: Sequence[Classifier]) -> dict[str, Tensor]:
-    """Stack probes of one hidden size into tensors `[P, ...]`, smaller ones widened. Raises `ImportRefused`."""
+    """Stack probes of one hidden size into tensors `[P, ...]`, widened. Raises `ImportRefused`."""
     if not probes:
         raise ImportRefused("there is no probe to import: the source is empty")
     for probe in probes:
         if probe.hidden_size != probes[0].hidden_size:
             raise ImportRefused(
                 f"{probes[0].id} reads {probes[0].hidden_size} values, {probe.id} {probe.hidden_size}: probes of"
-                " different hosts go into different packs"
+                " different models go into different packs"
             )
     architecture = smallest_common([Architecture(probe.hidden_size, probe.hidden) for probe in probes])
     _check_size(len(probes) * architecture.parameters_per_probe())
@@ -194,11 +191,10 @@ def stack(probes: Sequence[Classifier]) -> dict[str, Tensor]:
 
 
 def _alone(probe: Classifier, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Return tensors `[1, ...]` of one probe at its own shape."""
     names = ("1",) if not probe.hidden else ("1", "3") if len(probe.hidden) == 1 else ("1", "2", "3")
     tensors: dict[str, Tensor] = {}
     for name, (weight, bias) in zip(names, probe.layers, strict=True):
-        if name == "1" and probe.centre is not None:  # the rounded weights meet the bias where states are
+        if name == "1" and probe.centre is not None:  # corrects rounding at the centre
             bias = bias.double() + (weight.double() - weight.to(dtype).double()) @ probe.centre.double()
         last = name == "3"
         tensors |= {
@@ -215,10 +211,9 @@ def check_options(
     normalize: str | None = "none",
     without: Sequence[str] = (),
 ) -> None:
-    """Check an importer's arguments before anything is read: `about` are `OPTIONS`, but for those that it sets itself
-    (`without`).
+    """Check an importer's options before anything is read.
 
-    Raises `UnknownSetting` naming all that it takes, `ImportRefused` for a missing or unknown normalisation.
+    Raises `UnknownSetting`, or `ImportRefused` for a missing or unknown normalisation.
     """
     parameters = inspect.signature(importer).parameters.values()
     takes = [parameter.name for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY]
@@ -238,7 +233,7 @@ def _check_norm(normalize: str | None) -> None:
     if normalize is None:
         raise ImportRefused(
             f"nothing says what was done to each state before the probes saw it: give normalize=, one of {choices},"
-            " without affine part (a scaler of the probe's own is not meant)"
+            " without affine part (the probe's own scaler is not meant)"
         )
     if normalize not in NORMS:
         raise ImportRefused(
@@ -256,11 +251,7 @@ def write_flat(
     normalize: str | None,
     **about: Any,
 ) -> ProbePack:
-    """Write probes as a pack and open it.
-
-    `source`: which project they are from. `site`: where the state is read (`resid_post.N`), of probes that do not say.
-    `about`: of `write_stacked`, which also says what is raised.
-    """
+    """Write probes as a pack and open it. `about`: of `write_stacked`, which raises the same."""
     weights = stack(probes)
     places = [probe.site or site for probe in probes]
     concepts = [{"id": probe.id, "name": probe.id, "parents": [], **probe.fields} for probe in probes]
@@ -279,7 +270,7 @@ def write_flat(
 
 
 def _group_numbers(probes: Sequence[Classifier]) -> Tensor:
-    """Return the number of each probe's softmax group `[P]`, -1 for none. Raises `ImportRefused` for a group of one."""
+    """Return group numbers `[P]`, -1 for none. Raises `ImportRefused` for a group of one."""
     sizes = Counter(probe.group for probe in probes if probe.group)
     names = list(sizes)
     for name, size in sizes.items():
@@ -314,15 +305,14 @@ def write_stacked(
 ) -> ProbePack:
     """Write stacked weights as a pack of one level and open it.
 
-    - `sites`: of each probe.
-    - `normalize`: what is done to the state first, `none`, `layernorm` or `rmsnorm`, without affine part, with `eps`.
-    - `softmax_group [P]`: the number of each probe's softmax group, -1 for none.
-    - `name`: of the pack (default: of the folder).
-    - `model` (a hub name), `n_layers`, `adapters`: of the host, as far as known.
-    - `notes`: what a user must know, for the card.
-    - `files`: sha256 by name, and `stated`: what the source says of itself; both for the manifest.
+    - `sites`: of each probe
+    - `normalize`: of states, `none`, `layernorm` or `rmsnorm`, without affine part, with `eps`
+    - `softmax_group [P]`: -1 for none
+    - `model` (a hub name), `n_layers`, `adapters`: of the model, if known
+    - `notes`: for the card
+    - `files` (sha256 by name), `stated` (by the source): for the manifest
 
-    Raises `ImportRefused`, `ConfigError` for a site, `PackError` where the target is there or cannot be written.
+    Raises `ImportRefused`, `ConfigError` for a site, `PackError` if the target exists or cannot be written.
     """
     target = as_path(target, "the pack's folder")
     _check_norm(normalize)
@@ -335,23 +325,23 @@ def write_stacked(
         _, layer = parse_site(site)
         if n_layers is not None and layer >= n_layers:
             raise ImportRefused(
-                f"site {site!r} is not of a host of {n_layers} layers, 0 to {n_layers - 1}: give the site that the"
-                " probes read, or the host's n_layers"
+                f"site {site!r} exceeds a model of {n_layers} layers, 0 to {n_layers - 1}: give the site that the"
+                " probes read, or the model's n_layers"
             )
     check_target(target, overwrite)
     places = list(dict.fromkeys(sites))
     name = name or target.name
-    # What a recurrent layer's site gives is not as wide as the host.
+    # A recurrent layer's site is not as wide as the model.
     size = None if any(site and is_recurrent(site) for site in places) else int(weights["w1"].shape[-1])
-    host: dict[str, Any] = {"model_id": model, "hidden_size": size, "n_layers": n_layers}
+    model_info: dict[str, Any] = {"model_id": model, "hidden_size": size, "n_layers": n_layers}
     if adapters:
-        host["adapters"] = list(adapters)
+        model_info["adapters"] = list(adapters)
     n_grouped = 0 if softmax_group is None else int((softmax_group >= 0).sum())
     if n_grouped:
         notes = [
             *notes,
             f"{n_grouped} concepts are in softmax groups: within each their scores add up to 1, so that one rises only"
-            " where another falls.",
+            " when another falls.",
         ]
     imported = {
         "source": source,
@@ -368,7 +358,7 @@ def write_stacked(
         raise ImportRefused(
             f"a name or a field of a probe cannot be written as JSON ({str(error)[:100]}): give plain text and numbers"
         ) from None
-    # Every probe of a flat pack is at its root level: all of them have to fit.
+    # all are root probes, and have to fit
     recommended = {"max_loaded_probes": len(concepts)} if len(concepts) > CascadeConfig().max_loaded_probes else {}
     return ProbePack.write(
         target,
@@ -380,7 +370,7 @@ def write_stacked(
         input_index=torch.tensor([places.index(site) for site in sites], device="cpu"),
         softmax_group=softmax_group,
         alert_threshold=alert_threshold,
-        host=host,
+        host=model_info,
         licence=licence,
         card=_card(name, source, len(concepts), imported, model, licence),
         recommended=recommended,
@@ -393,7 +383,7 @@ def _card(name: str, source: str, n: int, imported: Mapping[str, Any], model: st
     lines = [
         f"# {name}",
         "",
-        f"{n} probes imported from {source}, in one level. Host: {model or 'not stated'}. Licence: {licence}.",
+        f"{n} probes imported from {source}, in one level. Model: {model or 'not stated'}. Licence: {licence}.",
         "",
         (
             f"They read the state at {', '.join(imported['sites'])}, normalised by {imported['normalize']}. Their"

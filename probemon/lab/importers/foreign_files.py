@@ -1,11 +1,8 @@
-"""Opens small files of other projects, JSON and safetensors, and checks their fields.
+"""Opens small files of other projects, and checks their fields.
 
     files = named_files("probes/", ".pt")                           # {concept: path}
-    config = read_json(path); layers = field(config, "n_layers", int, path)
-    tensors, metadata = read_safetensors(path)
 
-As in `probemon.lab.importers.weights`, nothing that is read is run, no file is read past a bound, and none outside of a
-given folder.
+Nothing that is read is run, and sizes are bounded.
 """
 
 from __future__ import annotations
@@ -25,15 +22,12 @@ from probemon.util.files import sha256
 from probemon.util.strict_json import RepeatedKey, loads, no_constant
 
 MAX_BYTES = 8 << 30
-_LARGEST = 1e300  # an integer of JSON can be larger than any float
+_LARGEST = 1e300  # JSON integers can be larger than any float
 _PICKLES = (".pkl", ".pickle", ".joblib", ".dill", ".cloudpickle")
 
 
 def named_files(source: str | Path | Mapping[str, str | Path], suffix: str) -> dict[str, Path]:
-    """Return files by concept: those of a mapping, one file by its stem, or all of a folder with the suffix.
-
-    Raises `ImportRefused`.
-    """
+    """Return files by concept, of a mapping, a file or a folder. Raises `ImportRefused`."""
     if isinstance(source, Mapping):
         files = {name: as_path(path, f"the file of {name!r}") for name, path in source.items()}
         if not files:
@@ -56,7 +50,7 @@ def named_files(source: str | Path | Mapping[str, str | Path], suffix: str) -> d
 
 
 def hashes(files: Mapping[str, Path]) -> dict[str, str]:
-    """Return sha256 of files by concept, by their names; where several have one name, the concept stands before it."""
+    """Return sha256 by file name, with the concept if names repeat."""
     names = [path.name for path in files.values()]
     return {
         path.name if names.count(path.name) == 1 else f"{concept}: {path.name}": sha256(path)
@@ -100,11 +94,7 @@ def parse_json(text: str, what: str) -> Any:
 def read_safetensors(
     path: Path, wanted: Callable[[str], bool] = lambda name: True
 ) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Read the wanted tensors by name, and the file's own metadata.
-
-    safetensors checks that no tensor lies outside of the file, so that all take at most its bytes. Raises
-    `ImportRefused`.
-    """
+    """Read the wanted tensors, and the metadata. Raises `ImportRefused`."""
     _check_file(path)
     weights.check_is_safetensors(path)
     try:
@@ -118,19 +108,19 @@ def read_safetensors(
 
 
 def as_path(path: object, what: str) -> Path:
-    """Return a path as a `Path`. Raises `ImportRefused` naming `what` where it is none."""
+    """Return a `Path`. Raises `ImportRefused` naming `what`."""
     if not isinstance(path, (str, os.PathLike)):
         raise ImportRefused(f"{what} is given as a {type(path).__name__}: give a path")
     return Path(path)
 
 
 def only_tensors(tensors: Collection[str], known: Collection[str], where: object) -> None:
-    """Raise `ImportRefused` for tensors that the format does not know."""
+    """Raise `ImportRefused` for unknown tensors."""
     others = [str(name) for name in tensors if name not in known]
     if others:
         raise ImportRefused(
-            f"{where} holds {', '.join(others[:8])} beside {', '.join(known)}: what that does to a score is not known"
-            " here. Where it does nothing, give the weights to probemon.lab.importers.generic"
+            f"{where} holds {', '.join(others[:8])} in addition to {', '.join(known)}: its effect on a score is"
+            " unknown. If it does nothing, give the weights to probemon.lab.importers.generic"
         )
 
 
@@ -146,10 +136,7 @@ def tensor_of(tensors: Mapping[str, Any], name: str, where: object) -> Tensor:
 
 
 def field(mapping: Any, name: str, kind: type[Any], where: object, default: Any = ...) -> Any:
-    """Return a field of a JSON object.
-
-    Raises `ImportRefused` where it is of another kind, or is missing without a default.
-    """
+    """Return a field. Raises `ImportRefused` if it is of another kind, or missing without a default."""
     if not isinstance(mapping, dict):
         raise ImportRefused(f"{where}: expected an object, found {type(mapping).__name__}")
     value: Any = mapping.get(name, default)
@@ -165,13 +152,10 @@ def field(mapping: Any, name: str, kind: type[Any], where: object, default: Any 
 
 
 def site_of(stated: str | None, site: str | None, where: object) -> str:
-    """Return the site that the file states, else the user's.
-
-    Raises `ImportRefused` where they differ or both are missing.
-    """
+    """Return the file's site, else the user's. Raises `ImportRefused` if they differ or both are missing."""
     if stated is None and site is None:
         raise ImportRefused(
-            f"{where} does not say at which site of the host the state is read: give site=, such as 'resid_post.15'"
+            f"{where} does not say at which site of the model the state is read: give site=, such as 'resid_post.15'"
             " (the output of block 15, counted from 0)"
         )
     if stated is not None and site not in (None, stated):

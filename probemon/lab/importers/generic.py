@@ -1,22 +1,16 @@
-"""Imports your own weights, from memory or from a safetensors file with a mapping beside it.
+"""Imports your weights, from memory or from safetensors with a mapping.
 
-    from probemon.lab.importers.generic import import_safetensors, import_weights
     pack = import_weights({"deception": (weight, bias)}, "my-pack", site="resid_post.15", normalize="none")
-    pack = import_weights({"deception": [(w1, b1), (w2, b2)]}, "my-pack", site="resid_post.15", normalize="layernorm")
     pack = import_safetensors("heads.safetensors", "my-pack", mapping="heads.json")
 
-The mapping says which tensors make up which probe, and what no tensor says:
+The mapping names the tensors of each probe:
 
     {"site": "resid_post.15", "normalize": "none",
-     "probes": {"deception": {"weight": "head.weight", "bias": "head.bias"},
-                "whale": {"weight": "animals.weight", "bias": "animals.bias", "row": 3,
-                          "name": "Whale", "alert_threshold": 0.9},
-                "calm": {"weight": "mood.weight", "bias": "mood.bias", "row": 0, "group": "mood"},
-                "angry": {"weight": "mood.weight", "bias": "mood.bias", "row": 1, "group": "mood"},
+     "probes": {"whale": {"weight": "animals.weight", "bias": "animals.bias", "row": 3, "alert_threshold": 0.9},
+                "calm": {"weight": "mood.weight", "row": 0, "group": "mood"},
+                "angry": {"weight": "mood.weight", "row": 1, "group": "mood"},
                 "refusal": {"layers": [{"weight": "fc1.weight", "bias": "fc1.bias"}, {"weight": "fc2.weight"}]}},
      "standardize": {"mean": "mean", "scale": "std"}}
-
-Probes of one `group` exclude one another: their scores are the softmax of their logits.
 """
 
 from __future__ import annotations
@@ -50,17 +44,16 @@ def import_weights(
     groups: Mapping[str, Sequence[str]] | None = None,
     **about: Any,
 ) -> ProbePack:
-    """Write probes that are in memory as a pack.
+    """Write probes in memory as a pack.
 
-    - `probes`: by name, `(weight [D] or [1, D], bias)`, or a list of `(weight [out, in], bias [out])` from the state to
-      the logit, ReLU between them; tensors or arrays.
-    - `site`: where the state is read.
-    - `normalize`: what is done to it first (`none`, `layernorm`, `rmsnorm`); it must be given.
-    - `groups`: names of probes that exclude one another, by a name for each such group: their scores are the softmax of
-      their logits.
-    - `about`: `OPTIONS` of `probemon.lab.importers.flat` (name, licence, model, eps, overwrite, ...).
+    - `probes`: by name, `(weight [D] or [1, D], bias)`, or a list of `(weight [out, in], bias [out])`, with ReLU
+      between
+    - `site`: where the state is read
+    - `normalize`: of states (`none`, `layernorm`, `rmsnorm`); required
+    - `groups`: names of probes by group, whose scores are a softmax
+    - `about`: `OPTIONS` of `probemon.lab.importers.flat`
 
-    Raises `ImportRefused` naming the probe, `UnknownSetting`.
+    Raises `ImportRefused`, `UnknownSetting`.
     """
     check_options(import_weights, about, normalize=normalize)
     if not isinstance(probes, Mapping):
@@ -83,7 +76,6 @@ def import_weights(
 
 
 def _group_of(probes: Mapping[str, Any], groups: object) -> dict[str, str]:
-    """Return the softmax group of each probe that has one. Raises `ImportRefused`."""
     if groups is not None and not isinstance(groups, Mapping):
         raise ImportRefused(f"groups is a {type(groups).__name__}: give a dict, {{group: [names of probes]}}")
     group_of: dict[str, str] = {}
@@ -115,12 +107,10 @@ def import_safetensors(
     normalize: str | None = None,
     **about: Any,
 ) -> ProbePack:
-    """Write the probes of a safetensors file as a pack, as a mapping says (a JSON file, or a dict of the same form).
+    """Write the probes of a safetensors file as a pack. `mapping`: a JSON file, or a dict.
 
-    In the mapping, `row` takes one row of a weight and bias that hold several probes, a missing bias is 0, and
-    `standardize` names tensors `[D]`: the probes read `(state - mean) / scale`. The arguments `site`, `normalize` and
-    `about` (as in `import_weights`) override the mapping's own, which must give `site` and `normalize` where they do
-    not; a probe's own `site` stands. Raises `ImportRefused`, `UnknownSetting`.
+    `row` is of weight and bias, a missing bias is 0, `standardize` names tensors `[D]` for `(state - mean) / scale`.
+    Arguments override the mapping, except a probe's `site`. Raises `ImportRefused`, `UnknownSetting`.
     """
     check_options(import_safetensors, about, normalize="none" if normalize is None else normalize)
     path = as_path(path, "the safetensors file")
@@ -144,7 +134,7 @@ def import_safetensors(
         )
     stated = {"mapping": {name: entries[name] for name in ("site", "normalize", "standardize") if name in entries}}
     kinds = {"eps": float, "model": str, "n_layers": int, "licence": str}
-    more = {name: field(entries, name, kind, where) for name, kind in kinds.items() if name in entries}
+    mapped_options = {name: field(entries, name, kind, where) for name, kind in kinds.items() if name in entries}
     place = site or field(entries, "site", str, where, "")
     return write_flat(
         target,
@@ -154,7 +144,7 @@ def import_safetensors(
         normalize=normalize,
         files={path.name: sha256(path)},
         stated=stated,
-        **{**more, **about},
+        **{**mapped_options, **about},
     )
 
 
@@ -165,10 +155,10 @@ def _probe(name: str, entry: Any, tensors: Mapping[str, Tensor], path: Path, whe
         raise ImportRefused(
             f"{place}: give 'weight' (and 'bias') of a linear probe, or 'layers' of one with hidden layers"
         )
-    beside = [key for key in ("bias", "row") if key in entry]
-    if "layers" in entry and beside:
+    layer_keys = [key for key in ("bias", "row") if key in entry]
+    if "layers" in entry and layer_keys:
         raise ImportRefused(
-            f"{place}: {beside[0]!r} stands beside 'layers', which have their own: move it into a layer"
+            f"{place}: {layer_keys[0]!r} is next to 'layers', which have their own: move it into a layer"
         )
     if "layers" in entry:
         layers = [_layer(part, tensors, path, place) for part in field(entry, "layers", list, place)]
@@ -215,12 +205,12 @@ def _layer(entry: Any, tensors: Mapping[str, Tensor], path: Path, place: str) ->
     return weight, bias
 
 
-def _only(entry: Any, known: Sequence[str], where: object) -> None:
+def _only(entry: Any, allowed: Sequence[str], where: object) -> None:
     if not isinstance(entry, dict):
         raise ImportRefused(f"{where}: expected an object, found {type(entry).__name__}")
     for key in entry:
-        if key not in known:
-            raise ImportRefused(f"{where}: there is no field {key!r}; known are {', '.join(known)}")
+        if key not in allowed:
+            raise ImportRefused(f"{where}: there is no field {key!r}; known are {', '.join(allowed)}")
 
 
 def _tensor(values: Any) -> Tensor:

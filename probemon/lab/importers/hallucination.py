@@ -1,12 +1,8 @@
 """Imports a hallucination head (obalcells' hallucination_probes) as a pack of one probe.
 
-    from probemon.lab.importers.hallucination import import_head
     pack = import_head("llama3_1_8b_linear/", "my-pack", normalize="none", model="meta-llama/Llama-3.1-8B-Instruct")
 
-The folder holds probe_config.json (layer and width), probe_head.bin or probe_head.safetensors (a linear map to one
-logit), and, where the head was trained together with a LoRA, adapter_config.json. The head then reads a host with that
-adapter: load it with PEFT under the name "default", as `PeftModel.from_pretrained` does. Attaching the pack to a host
-without it warns.
+With adapter_config.json, the head reads a model with that LoRA, loaded by PEFT as "default".
 """
 
 from __future__ import annotations
@@ -32,11 +28,10 @@ def import_head(
     normalize: str | None = None,
     **about: Any,
 ) -> ProbePack:
-    """Write the head in a folder as a pack with one concept, read at the layer that the folder states.
+    """Write the head in a folder as a pack, read at the layer that the folder states.
 
-    - `normalize`: what was done to each state before the head saw it (`none` where it was trained on what its layer
-      gives, `layernorm`, `rmsnorm`). No file says it: it must be given.
-    - `about`: `OPTIONS` of `probemon.lab.importers.flat` (name, licence, model, overwrite, ...).
+    - `normalize`: of states before the head (`none`, `layernorm`, `rmsnorm`); required
+    - `about`: `OPTIONS` of `probemon.lab.importers.flat`
 
     Raises `ImportRefused`, `UnknownSetting`.
     """
@@ -66,7 +61,7 @@ def import_head(
     if weight.numel() != size:
         raise ImportRefused(f"{head}: weight has shape {tuple(weight.shape)}, {CONFIG} says {size} values to one logit")
     adapted = source.json(ADAPTER) is not None
-    notes = ["Trained together with a LoRA: its scores hold for a host with that adapter active."] if adapted else []
+    notes = ["Trained together with a LoRA: its scores are for a model with that adapter active."] if adapted else []
     files = {path.name: sha256(path) for path in (where, head)}
     return write_flat(
         target,

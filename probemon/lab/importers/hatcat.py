@@ -1,13 +1,9 @@
-"""Imports HatCat's lens and probe packs: thousands of files, streamed one by one.
+"""Imports HatCat's lens and probe packs, file by file.
 
     pack, report = import_pack("lens_packs/mine", "packs/mine", site="resid_post.15", normalize="layernorm")
-    print(report)  # counts, and every kind of trouble with examples
 
-It reads every generation of that format: flat, layered and banked folders; perceptrons with and without a LayerNorm of
-their own, linear probes, three-way "tripole" heads; fp32 and bf16; with `hierarchy.json` or with layer files alone. A
-three-way head becomes three concepts that exclude one another, one for each pole. The files record neither the host's
-layer nor whether states were standardised: `site` and `normalize` say it. One file at a time is in memory;
-`importers.weights` bounds what is read of it, and runs nothing.
+Three-way heads ("tripole") become three exclusive concepts. The files record neither layer nor standardisation: `site`
+and `normalize` do.
 """
 
 from __future__ import annotations
@@ -64,8 +60,7 @@ _DTYPES = {"auto": None, "float32": torch.float32, "bfloat16": torch.bfloat16}
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """Give torch one thread."""
-    # A probe is too small to share, and on a busy machine threads that wait for one another take many times as long.
+    # A probe is too small to share between threads.
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -94,26 +89,21 @@ def import_pack(
     max_bytes: int = MAX_BYTES,
     progress: Progress | None = None,
 ) -> tuple[ProbePack, ImportReport]:
-    """Write the probes of a folder as a pack; return the pack and a report, which its manifest and card hold too.
+    """Write a folder's probes as a pack; return it with a report.
 
-    - `site`: where states are read, `resid_post.N`, N the host's layer counted from 0.
-    - `normalize`: what is done to a state before anything else, "layernorm" (without affine part, with `eps`) or
-      "none".
-    - `hierarchy`: hierarchy.json or one of the layer files, or the folder that holds them, where that is another.
-    - `flat`: leave all edges out. Levels stay, all of them are base levels, and every probe is scored at every token.
-    - `allow_unlisted`: take a hierarchy that does not name more than a fifth of the probes, or has no edge between
-      levels.
-    - `break_cycles`: leave out the edges that lead back instead of raising.
-    - `dtype`: of the pack's weights, "float32" or "bfloat16"; "auto": the widest of the files. States are rounded to
-      it.
-    - `model`: the host's hub name (default: what the files say).
-    - `max_bytes`: of one file.
-    - `progress(done, total)`: called as probes are read, each twice: once to check, once to write.
+    - `site`: where states are read, `resid_post.N`, N counted from 0
+    - `normalize`: of states: "layernorm" (without affine part, with `eps`) or "none"
+    - `hierarchy`: hierarchy.json, a layer file, or their folder
+    - `flat`: leave all edges out, and score every probe at every token
+    - `allow_unlisted`: accept a hierarchy that lacks over a fifth of the probes, or edges between levels
+    - `break_cycles`: leave out edges that lead back
+    - `dtype`: of weights and states, "float32", "bfloat16" or "auto": the widest of the files
+    - `model`: its hub name (default: the files')
+    - `max_bytes`: of one file
+    - `progress(done, total)`: called twice per probe, to check and to write
 
-    A concept's id is "Name:level", that of a pole "Name/negative:level", and its level is kept. Of hierarchy.json and
-    the layer files in one folder, the first is taken, unless it does not fit the probes and the others do. Alert
-    thresholds are not set: the fire rates of calibration.json (kept in concepts.jsonl) state neither their texts nor
-    their threshold. Raises `ImportRefused`, `HierarchyError` for a cycle, `ConfigError`, `PackError`.
+    A concept's id is "Name:level", a pole's "Name/negative:level". Alert thresholds are not set. Raises
+    `ImportRefused`, `HierarchyError` for a cycle, `ConfigError`, `PackError`.
     """
     _check_kinds(
         source=source,
@@ -140,7 +130,7 @@ def import_pack(
     probe_folder = ProbeFolder(folder, notes, max_bytes)
     if probe_folder.n_layers is not None and layer >= probe_folder.n_layers:
         raise ImportRefused(
-            f"{folder.path}: the pack says that its host has {probe_folder.n_layers} layers (num_layers), 0 to"
+            f"{folder.path}: the pack says that its model has {probe_folder.n_layers} layers (num_layers), 0 to"
             f" {probe_folder.n_layers - 1}: none is read at site {site!r}"
         )
     graph, stored, notes = choose_hierarchy(probe_folder, hierarchy, notes, flat=flat, allow_unlisted=allow_unlisted)
@@ -158,10 +148,10 @@ def import_pack(
     specs = {normed: inputs.spec(normed) for normed in sorted({kind.normed for kind in kinds.values()})}
     entries = [(node, pole) for node in nodes for pole in (POLES if kinds[node].is_tripole else ("",))]
     counts = count_probes(len(entries), stored, kinds, n_edges, len(calibration))
-    stated = {"site": site, "normalize": normalize, **({"eps": eps} if normalize != "none" else {})}
-    report = ImportReport("hatcat", folder.path.name, stated, counts, notes.all(), unreached(placed, base))
+    settings = {"site": site, "normalize": normalize, **({"eps": eps} if normalize != "none" else {})}
+    report = ImportReport("hatcat", folder.path.name, settings, counts, notes.all(), unreached(placed, base))
     model = model or probe_folder.model
-    host = {
+    model_info = {
         "model_id": model,
         "hidden_size": architecture.hidden_size,
         **({"n_layers": probe_folder.n_layers} if probe_folder.n_layers else {}),
@@ -179,7 +169,7 @@ def import_pack(
         inputs=[spec.as_dict() for spec in specs.values()],
         input_index=torch.tensor([list(specs).index(kinds[node].normed) for node, _ in entries], device="cpu"),
         softmax_group=torch.tensor([heads.index(node) if pole else -1 for node, pole in entries], device="cpu"),
-        host=host,
+        host=model_info,
         licence=licence,
         card="",
         recommended=_recommended(placed, base, heads),
@@ -204,8 +194,8 @@ def import_pack(
                 writer.put(at[node] + i, embed(pole, kind, architecture, pack_dtype, inputs))
                 for i, pole in enumerate(poles(state, kind))
             ]
-            scores = torch.cat([own for own in written if own is not None], dim=1)
-            scores = scores.softmax(dim=1) if kind.is_tripole else scores  # of poles they are logits so far
+            scores = torch.cat([part for part in written if part is not None], dim=1)
+            scores = scores.softmax(dim=1) if kind.is_tripole else scores  # poles have logits so far
             worst = max(worst, float((scores - evaluate(state, kind, states[:, 0], inputs)).abs().max()))
             counter.count_one()
         writer.quality = {"import": {"max_score_error": worst, "states": "random", "n_states": N_STATES}}
@@ -220,7 +210,7 @@ def _check_inputs(site: str, normalize: str, eps: float) -> HatcatInputs:
             " or 'none'"
         )
     inputs = HatcatInputs(site, normalize, eps)
-    inputs.spec(False)  # checks eps
+    inputs.spec(False)
     return inputs
 
 
@@ -244,7 +234,7 @@ def _check_kinds(**arguments: Any) -> None:
 
 
 def _read(stored: Mapping[Node, Stored], max_bytes: int) -> Iterator[tuple[Node, dict[str, Tensor]]]:
-    """Read state dicts in the order of their files, each file once."""
+    """Read state dicts, each file once."""
     by_file: dict[Path, list[tuple[Node, str | None]]] = {}
     for node, place in stored.items():
         by_file.setdefault(place.path, []).append((node, place.key))
@@ -267,7 +257,6 @@ def _check_probes(
     max_bytes: int,
     counter: _Progress,
 ) -> dict[Node, Kind]:
-    """Return the kinds of the probes that can be imported; note the others, all by name."""
     kinds: dict[Node, Kind] = {}
     for node, state in _read(stored, max_bytes):
         try:
@@ -307,7 +296,7 @@ def _check_probes(
 def _concept(
     node: Node, pole: str, place: PlacedNode, graph: Graph, calibration: Mapping[Node, dict[str, Any]]
 ) -> dict[str, Any]:
-    """Make a line of concepts.jsonl; `reachable: false` marks what no descent from the base level reaches."""
+    """Make a line of concepts.jsonl. `reachable: false`: not below the base level."""
     name = f"{node[0]}/{pole}" if pole else node[0]
     concept = {
         "id": key_of((name, node[1])),
@@ -324,7 +313,6 @@ def _concept(
 
 
 def _calibration(folder: Folder, placed: Mapping[Node, PlacedNode], notes: Notes) -> dict[Node, dict[str, Any]]:
-    """Read calibration.json, by probe; numbers that are not finite are null, as JSON has none."""
     content = folder.json("calibration.json")
     if content is None:
         return {}
@@ -345,7 +333,6 @@ def _calibration(folder: Folder, placed: Mapping[Node, PlacedNode], notes: Notes
 
 
 def _recommended(placed: Mapping[Node, PlacedNode], base: Sequence[int], heads: Collection[Node]) -> dict[str, Any]:
-    """Recommend settings without which a manager has nothing to begin with, or no room to descend."""
     n_probes = {node: len(POLES) if node in heads else 1 for node in placed}
     n_base = sum(n for node, n in n_probes.items() if node[1] in base)
     n_children = sum(
@@ -355,7 +342,7 @@ def _recommended(placed: Mapping[Node, PlacedNode], base: Sequence[int], heads: 
     )
     recommended: dict[str, Any] = {} if base == [0] else {"base_layers": list(base)}
     usual = CascadeConfig().max_loaded_probes
-    if n_base + n_children > usual:  # all children of the base fit, or as many as usual
+    if n_base + n_children > usual:  # room for all children of the base
         recommended["max_loaded_probes"] = min(sum(n_probes.values()), n_base + max(usual, n_children))
     return recommended
 

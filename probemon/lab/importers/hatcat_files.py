@@ -1,16 +1,10 @@
-"""Finds the probes in a HatCat pack's folder, of every generation of the format.
-
-    probe_folder = ProbeFolder(Folder("lens_packs/mine"), notes)
-    # of pack_info.json, lens_pack.json or pack.json, where they say it
-    probe_folder.model, probe_folder.hidden_dim, probe_folder.n_layers
-    probe_folder.place(graph, notes)                   # {node: Stored}: the file of every probe, and its name in a bank
+"""Finds the probes in a HatCat pack's folder.
 
 - layered: `layer{L}/Name.pt` or `Name_classifier.pt`, L the level
-- banked: `banks/layer{L}/Parent.bank.pt`, a state dict for each child, and `individual/layer{L}/`
-- flat: `probes/activation/`, `activation_lenses/` or what the pack's JSON names, and the folder itself; a flat file
-  says no level
+- banked: `banks/layer{L}/Parent.bank.pt`, a state dict per child, and `individual/layer{L}/`
+- flat: `probes/activation/`, `activation_lenses/`, folders of the pack's JSON, and the folder itself; without level
 
-Weights anywhere else in the folder are noted, not read.
+Weights elsewhere are noted, not read.
 """
 
 from __future__ import annotations
@@ -31,12 +25,12 @@ _LAYER = re.compile(r"layer(\d{1,4})")
 _INFO = ("pack_info.json", "lens_pack.json", "pack.json")
 _FLAT = ("probes/activation", "activation_lenses")
 _SUFFIX = "_classifier"
-_MAX_LOOKED = 1_000_000  # files of a folder, to find weights where none are expected
+_MAX_LOOKED = 1_000_000
 
 
 @dataclass(frozen=True)
 class Stored:
-    """A probe's file, and its name in it where that is a bank."""
+    """A probe's file, and its name if that is a bank."""
 
     path: Path
     key: str | None = None
@@ -44,7 +38,7 @@ class Stored:
 
 @dataclass(frozen=True)
 class _Bank:
-    """A file of one parent's children: at `level` where nothing else says it; an index has `listed` them, or None."""
+    """A file of one parent's children, by default at `level`. `listed`: in an index, or None."""
 
     parent: Node
     level: int
@@ -53,9 +47,9 @@ class _Bank:
 
 
 class ProbeFolder:
-    """Lists the probes of a folder, and reads its JSON but no weights.
+    """Lists the probes of a folder, without reading weights.
 
-    Raises `ImportRefused` for JSON of another kind and for a path that leaves the folder.
+    Raises `ImportRefused` for JSON of another kind and for paths outside the folder.
     """
 
     def __init__(self, folder: Folder, notes: Notes, max_bytes: int = MAX_BYTES) -> None:
@@ -64,7 +58,7 @@ class ProbeFolder:
         model = self._of_model("model_name") or self._of_model("model_id") or self.info.get("model")
         self.model = model if isinstance(model, str) else None
         self.hidden_dim, self.n_layers = self._count("hidden_dim", notes), self._count("num_layers", notes)
-        self._seen: set[Path] = set()  # files that need no note from _note_elsewhere
+        self._seen: set[Path] = set()
         self._layered: list[tuple[Node, Path]] = []
         self._flat: list[tuple[str, Path]] = []
         self._banks: list[_Bank] = []
@@ -74,18 +68,18 @@ class ProbeFolder:
         self._find_banks()
         for place in dict.fromkeys((*self._stated_places(), *_FLAT)):
             self._flat += [(_name(path), path) for path in self._probes(notes, place)]
-        own = self.folder.files(suffix=".pt")
-        self._flat += [(_name(path), path) for path in own]
-        self._seen |= {*own, *(bank.path for bank in self._banks)}
+        root_files = self.folder.files(suffix=".pt")
+        self._flat += [(_name(path), path) for path in root_files]
+        self._seen |= {*root_files, *(bank.path for bank in self._banks)}
         self._note_elsewhere(notes)
 
     def _read_info(self) -> dict[str, Any]:
-        """Merge the pack's JSON files; the newest wins."""
+        """Merge the JSON files; the newest wins."""
         merged: dict[str, Any] = {}
         for name in _INFO:
             content = self.folder.json(name)
             if content is not None and not isinstance(content, dict):
-                raise ImportRefused(f"{self.folder.path / name} is no object: fetch it again")
+                raise ImportRefused(f"{self.folder.path / name} is not an object: fetch it again")
             merged = {**(content or {}), **merged}
         return merged
 
@@ -94,7 +88,7 @@ class ProbeFolder:
         return model_info.get(key) if isinstance(model_info, dict) else None
 
     def _count(self, key: str, notes: Notes) -> int | None:
-        """Return a count from the pack's JSON or its model_info; note one that cannot be."""
+        """Return a count; an impossible one is noted."""
         count = self.info.get(key, self._of_model(key))
         if count is None or (isinstance(count, int) and not isinstance(count, bool) and 0 < count < 1 << 31):
             return count
@@ -120,7 +114,6 @@ class ProbeFolder:
                 yield places[name].strip("/")
 
     def _levels(self, *parts: str) -> list[tuple[int, str]]:
-        """List the folders of levels, ascending."""
         base = self.folder.inside(*parts) if parts else self.folder.path
         names = [entry.name for entry in base.iterdir() if entry.is_dir()] if base.is_dir() else []
         return sorted(
@@ -128,7 +121,7 @@ class ProbeFolder:
         )
 
     def _probes(self, notes: Notes, *parts: str) -> list[Path]:
-        """List the probes of one folder, `Name.pt` before `Name_classifier.pt`; note what else is in it."""
+        """List probes, `Name.pt` before `Name_classifier.pt`; other files are noted."""
         entries = self.folder.files(*parts, suffix="")
         self._seen |= set(entries)
         for path in entries:
@@ -142,7 +135,7 @@ class ProbeFolder:
     def _find_banks(self) -> None:
         index = self.folder.json("bank_index.json")
         if index is not None and not isinstance(index, dict):
-            raise ImportRefused(f"{self.folder.path / 'bank_index.json'} is no object: fetch it again")
+            raise ImportRefused(f"{self.folder.path / 'bank_index.json'} is not an object: fetch it again")
         indexed = set()
         for key, entry in sorted((index or {}).items()):
             parent = node_of(key)
@@ -162,15 +155,12 @@ class ProbeFolder:
             indexed.add(path.resolve())
         for level, name in self._levels("banks"):
             for path in self.folder.files("banks", name, suffix=".bank.pt"):
-                if path.resolve() not in indexed:  # of no index: its name is the parent's
+                if path.resolve() not in indexed:  # without an index, its name is the parent's
                     parent = (path.name.removesuffix(".bank.pt"), level - 1)
                     self._banks.append(_Bank(parent, level, path, None if index is None else ()))
 
     def _note_elsewhere(self, notes: Notes) -> None:
-        """Note the weights where this format keeps no probes: in a folder that is no level, in one within a level.
-
-        Links and hidden folders are not followed.
-        """
+        """Note weights elsewhere, without following links and hidden folders."""
         real: set[str] | None = None
         n_looked = 0
         for folder, below, files in os.walk(
@@ -191,9 +181,9 @@ class ProbeFolder:
                 return
 
     def place(self, graph: Graph, notes: Notes) -> dict[Node, Stored]:
-        """Return the file of every probe; a graph without edges is given those that banks state.
+        """Return the file of every probe; a graph without edges gets those of banks.
 
-        Of a probe stored twice, which is noted, the first is taken: a file of its own, then a bank, then a flat file.
+        If a probe is stored twice, a single file is taken, then a bank, then a flat file.
         """
         stored: dict[Node, Stored] = {}
 
@@ -221,12 +211,12 @@ class ProbeFolder:
             for name in bank_probes:
                 if bank.listed is not None and name not in listed_names:
                     notes.add("bank_unlisted", f"{name} {where}")
-                # A bank's folder is a level below its parent, whatever the child's own is: the hierarchy knows better.
+                # A bank's folder is a level below its parent; the hierarchy knows better.
                 if has_edges:
-                    known = below.get(name, [])
+                    candidates = below.get(name, [])
                 else:
-                    known = [level for level in levels.get(name, []) if level > bank.parent[1]][:1]
-                node = (name, _free_level(name, known, stored, notes, where, bank.level))
+                    candidates = [level for level in levels.get(name, []) if level > bank.parent[1]][:1]
+                node = (name, _free_level(name, candidates, stored, notes, where, bank.level))
                 put(node, Stored(bank.path, name))
                 if not has_edges and bank.parent[1] >= 0:
                     graph.link(bank.parent, node)
@@ -261,10 +251,10 @@ def _name(path: Path) -> str:
 
 
 def _free_level(
-    name: str, known: Sequence[int], stored: Container[Node], notes: Notes, where: str, otherwise: int
+    name: str, levels: Sequence[int], stored: Container[Node], notes: Notes, where: str, otherwise: int
 ) -> int:
-    """Return the level of a probe in a bank: the first known one without a probe. More than one of them is noted."""
-    free = [level for level in known if (name, level) not in stored]
+    """Return the first known level without a probe; note if there are several."""
+    free = [level for level in levels if (name, level) not in stored]
     if len(free) > 1:
-        notes.add("ambiguous", f"{name} {where} for {key_of((name, free[0]))}, of levels {', '.join(map(str, known))}")
-    return next(iter(free or known), otherwise)
+        notes.add("ambiguous", f"{name} {where} for {key_of((name, free[0]))}, of levels {', '.join(map(str, levels))}")
+    return next(iter(free or levels), otherwise)

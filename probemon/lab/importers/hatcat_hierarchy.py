@@ -1,7 +1,4 @@
-"""Chooses which hierarchy of a HatCat pack, or of the user, is that of its probes.
-
-graph, stored, notes = choose_hierarchy(probe_folder, None, notes, flat=False, allow_unlisted=False)
-"""
+"""Chooses the hierarchy of a HatCat pack's probes."""
 
 from __future__ import annotations
 
@@ -13,22 +10,22 @@ from probemon.lab.importers.hatcat_tree import Graph, Node, hierarchies, key_of,
 from probemon.lab.importers.report import Notes
 from probemon.lab.importers.weights import Folder
 
-_MOST_UNLISTED = 0.2  # of the probes: a hierarchy that does not name more is another one's
+_MOST_UNLISTED = 0.2  # of the probes
 
 
 def choose_hierarchy(
     probe_folder: ProbeFolder, hierarchy: str | Path | None, notes: Notes, *, flat: bool, allow_unlisted: bool
 ) -> tuple[Graph, dict[Node, Stored], Notes]:
-    """Return the hierarchy that names the probes, their files by it, and the notes; options as in `import_pack`.
+    """Return hierarchy, files of probes, and notes; options as in `import_pack`.
 
-    Raises `ImportRefused` with what to do where none fits.
+    Raises `ImportRefused` with a remedy if none fits.
     """
     path = probe_folder.folder.path if hierarchy is None else Path(hierarchy)
     if hierarchy is not None and not path.exists():
         raise ImportRefused(f"{path} is not there: give hierarchy.json, or the folder that holds it or the layer files")
     if path.is_file() and path.suffix != ".json":
         raise ImportRefused(
-            f"{path} is no .json file: give hierarchy.json, or the folder that holds it or the layer files"
+            f"{path} is not a .json file: give hierarchy.json, or the folder that holds it or the layer files"
         )
     folder = probe_folder.folder if hierarchy is None else Folder(path.parent if path.is_file() else path)
     files = [path.name] if path.is_file() else hierarchies(folder)
@@ -69,7 +66,7 @@ def choose_hierarchy(
         names = ", ".join(key_of(node) for node in sorted(unlisted, key=lambda node: (node[1], node[0]))[:3])
         why = (
             f"{folder.path / file} does not name {len(unlisted):,} of the {len(stored):,} probes ({names}, ...): it is"
-            " the hierarchy of others"
+            " the hierarchy of other probes"
         )
     else:
         return graph, stored, file_notes

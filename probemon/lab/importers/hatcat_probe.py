@@ -1,13 +1,10 @@
-"""Reads a probe of a HatCat pack: which variant of the format its state dict is, and its tensors in a pack.
+"""A probe of a HatCat pack: its variant, and its tensors in a pack.
 
-    kind = Kind.of(state)                              # or Unusable, with the reason
-    for pole in poles(state, kind):                    # of a three-way head; any other probe is one by itself
-        tensors = embed(pole, kind, architecture, dtype, inputs)
-    scores = evaluate(state, kind, hidden, inputs)     # the state dict as it was meant, for comparison
+    kind = Kind.of(state)                              # or Unusable
+    tensors = [embed(pole, kind, architecture, dtype, inputs) for pole in poles(state, kind)]
 
-The variants are a perceptron of two hidden layers, the same behind a LayerNorm of its own, a linear probe, and a
-three-way head ("tripole"): linear, a softmax over three poles. The margins that a head keeps shaped its training alone.
-A LayerNorm's affine part goes into the first layer in fp32, before rounding.
+Variants are linear probes, perceptrons of two hidden layers, the same behind a LayerNorm, and three-way heads
+("tripole"): linear, with a softmax over poles. A LayerNorm's affine part is folded in, in fp32.
 """
 
 from __future__ import annotations
@@ -23,15 +20,15 @@ from torch.nn.functional import layer_norm
 from probemon.core.probes import Architecture, InputSpec
 from probemon.packs.widen import smallest_common, widen
 
-NORM_EPS = 1e-5  # of the LayerNorm that some probes begin with
+NORM_EPS = 1e-5  # of probes that begin with a LayerNorm
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-POLES = ("negative", "neutral", "positive")  # the rows of a three-way head, as the source trains and reads them
-# Places in the Sequential, ReLU and dropout between them: whether the first is a LayerNorm.
+POLES = ("negative", "neutral", "positive")  # rows of a three-way head
+# Places in the Sequential; True if the first is a LayerNorm.
 _LAYERS = {(0, 3, 6): False, (0, 1, 4, 7): True}
 
 
 class Unusable(Exception):
-    """A state dict that is no probe of this format; `reason` is a kind of note."""
+    """A state dict that is not a probe; `reason`: a kind of note."""
 
     def __init__(self, reason: str, text: str) -> None:
         super().__init__(text)
@@ -40,9 +37,7 @@ class Unusable(Exception):
 
 @dataclass(frozen=True)
 class Kind:
-    """What a state dict is: the size of its input, the widths of its hidden layers, `normed` where it begins with a
-    LayerNorm, its dtype; `is_tripole`: three poles, not one logit.
-    """
+    """The variant of a state dict. `normed`: begins with a LayerNorm; `is_tripole`: three poles."""
 
     hidden_size: int
     hidden: tuple[int, ...]
@@ -52,14 +47,14 @@ class Kind:
 
     @property
     def variant(self) -> str:
-        """Name the variant in a word."""
+        """The variant in a word."""
         if self.is_tripole:
             return "three-way"
         return "linear" if not self.hidden else "LayerNorm" if self.normed else "plain"
 
     @classmethod
     def of(cls, state: Mapping[str, Tensor]) -> Kind:
-        """Tell what a state dict is. Raises `Unusable`."""
+        """Return the kind of a state dict. Raises `Unusable`."""
         normed, weights, biases = _parts(state)
         is_tripole = not normed and len(weights) == 1 and weights[0].dim() == 2 and len(weights[0]) == len(POLES)
         for tensor in state.values():
@@ -91,7 +86,7 @@ class Kind:
 
 
 def poles(state: Mapping[str, Tensor], kind: Kind) -> list[Mapping[str, Tensor]]:
-    """Return the state dict of each pole of a three-way head, a linear probe; of any other probe its own."""
+    """Return a linear state dict for each pole of a three-way head, else the probe as it is."""
     if not kind.is_tripole:
         return [state]
     _, [weight], [bias] = _parts(state)
@@ -99,15 +94,15 @@ def poles(state: Mapping[str, Tensor], kind: Kind) -> list[Mapping[str, Tensor]]
 
 
 def check_finite(state: Mapping[str, Tensor]) -> None:
-    """Raise `Unusable` naming the first tensor with a number that is not finite."""
+    """Raise `Unusable` naming the first tensor that is not finite."""
     for name, tensor in state.items():
-        # A sum is finite where its terms are, unless finite terms overflow: only then look at each.
+        # A sum is finite if its terms are, unless they overflow.
         if not bool(torch.isfinite(tensor.sum(dtype=torch.float32))) and not bool(torch.isfinite(tensor).all()):
             raise Unusable("not_finite", name)
 
 
 def _parts(state: Mapping[str, Tensor]) -> tuple[bool, list[Tensor], list[Tensor]]:
-    """Return whether a LayerNorm comes first, and weights and biases in order. Raises `Unusable`."""
+    """Return whether a LayerNorm comes first, weights and biases. Raises `Unusable`."""
     bare = {name.removeprefix("net."): tensor for name, tensor in state.items()}
     if len(bare) < len(state):
         raise Unusable("unknown", "tensors with and without 'net.'")
@@ -125,18 +120,17 @@ def _shapes(state: Mapping[str, Tensor]) -> str:
 
 @dataclass(frozen=True)
 class HatcatInputs:
-    """What probes read at a site: the state, or (`normalize`) what a LayerNorm of `eps` without affine part gives."""
+    """The input of probes: the state, or (`normalize`) its LayerNorm of `eps` without affine part."""
 
     site: str
     normalize: str
     eps: float = NORM_EPS
 
     def spec(self, normed: bool) -> InputSpec:
-        """Return the pack's input for a probe, `normed` where it begins with a LayerNorm.
+        """Return the pack's input for a probe, `normed` if it begins with a LayerNorm.
 
-        The LayerNorm e1 of a LayerNorm e0 is one of eps e0 e1 / (1 + e1), times 1 / sqrt(1 + e1), exactly: with the
-        variance v of the state, what comes out of the first has v / (v + e0), and (v + e0) (v / (v + e0) + e1) = (1 +
-        e1) (v + e0 e1 / (1 + e1)).
+        A LayerNorm of eps e1 after one of e0 is one of e0 e1 / (1 + e1), times 1 / sqrt(1 + e1): with variance v, the
+        first gives v / (v + e0).
         """
         if self.normalize == "none":
             return InputSpec(self.site, "layernorm", NORM_EPS) if normed else InputSpec(self.site)
@@ -144,33 +138,37 @@ class HatcatInputs:
 
     @property
     def gain(self) -> float:
-        """The factor of a probe's own LayerNorm beyond `spec(True)`."""
+        """The factor of a probe's LayerNorm beyond `spec(True)`."""
         return 1.0 if self.normalize == "none" else 1 / math.sqrt(1 + NORM_EPS)
 
 
 def embed(
     state: Mapping[str, Tensor], kind: Kind, architecture: Architecture, dtype: torch.dtype, inputs: HatcatInputs
 ) -> dict[str, Tensor]:
-    """Return the probe's tensors in a pack: `w1 [H1, D]`, `b1 [H1]` and so on, biases fp32.
+    """Return tensors in a pack: `w1 [H1, D]`, `b1 [H1]` and so on, biases fp32.
 
-    A probe whose dtype is the pack's keeps its weights bit for bit, but for a first layer that takes in a LayerNorm's
-    affine part.
+    In the pack's dtype, weights stay bit for bit, unless a LayerNorm is folded in.
     """
     _, weights, biases = _parts(state)
     biases = [bias.to(torch.float32) for bias in biases]
     if kind.normed:
-        # The bias of the LayerNorm meets the weights as they were saved: only what multiplies the state is rounded.
+        # only factors of the state are rounded
         shift = (weights[1].double() @ biases[0].double() + biases[1].double()).to(torch.float32)
         scale = weights[0].to(torch.float32) * inputs.gain
         weights, biases = [weights[1].to(torch.float32) * scale, *weights[2:]], [shift, *biases[2:]]
-    own = {"w1": weights[0][None].to(dtype), "b1": biases[0][None]}
+    tensors = {"w1": weights[0][None].to(dtype), "b1": biases[0][None]}
     if kind.hidden:
-        own |= {"w2": weights[1][None].to(dtype), "b2": biases[1][None], "w3": weights[2].to(dtype), "b3": biases[2]}
-    return {name: tensor[0] for name, tensor in widen(own, architecture).items()}
+        tensors |= {
+            "w2": weights[1][None].to(dtype),
+            "b2": biases[1][None],
+            "w3": weights[2].to(dtype),
+            "b3": biases[2],
+        }
+    return {name: tensor[0] for name, tensor in widen(tensors, architecture).items()}
 
 
 def widest(kinds: list[Kind]) -> tuple[Architecture, torch.dtype]:
-    """Return the smallest architecture and dtype that hold all probes, of one hidden size, exactly."""
+    """Return the smallest architecture and dtype that hold all probes exactly."""
     dtype = kinds[0].dtype
     for kind in kinds:
         dtype = torch.promote_types(dtype, kind.dtype)
@@ -178,9 +176,7 @@ def widest(kinds: list[Kind]) -> tuple[Architecture, torch.dtype]:
 
 
 def evaluate(state: Mapping[str, Tensor], kind: Kind, hidden: Tensor, inputs: HatcatInputs) -> Tensor:
-    """Score states `[G, D]` by the state dict as it was saved, layer after layer in fp32; return `[G, 1]`, or the
-    shares of the poles `[G, 3]`.
-    """
+    """Score states `[G, D]` by the saved state dict, in fp32; return `[G, 1]`, or poles `[G, 3]`."""
     _, weights, biases = _parts(state)
     weights, biases = [weight.to(torch.float32) for weight in weights], [bias.to(torch.float32) for bias in biases]
     x = hidden.to(torch.float32)

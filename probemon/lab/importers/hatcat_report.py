@@ -1,9 +1,4 @@
-"""Says what an import of a HatCat pack met: the kinds of notes, counts, the pack's card.
-
-notes = Notes(KINDS)
-note_conversions(kinds, torch.bfloat16, notes)
-warning = unreached(placed, base)                       # what to read first, or ""
-"""
+"""The notes, counts and card of a HatCat import."""
 
 from __future__ import annotations
 
@@ -18,13 +13,13 @@ from probemon.lab.importers.hatcat_probe import Kind
 from probemon.lab.importers.hatcat_tree import Node, PlacedNode, key_of
 from probemon.lab.importers.report import ImportReport, Notes
 
-N_STATES = 2  # random ones, on which what was written is compared with what was read
+N_STATES = 2  # random ones, to compare written with read
 KINDS = {
-    "unreachable": "concepts that no descent from the base level comes to",
+    "unreachable": "concepts that no descent from the base level reaches",
     "unfit": "hierarchy files that are not the one of these probes: another was taken",
     "flattened": "edges left out, as asked: every level is a base level, and every probe is scored at every token",
     "tripole": "three-way heads: each is three concepts that exclude one another (Name/negative, /neutral, /positive)",
-    "unknown": "files whose tensors are no probe of this format: not imported",
+    "unknown": "files whose tensors are not a probe of this format: not imported",
     "dtype": "probes of a dtype that packs do not have: not imported; save them again in float32 (module.float())",
     "not_finite": "probes with weights that are not finite: not imported",
     "width": "probes that read states of another size than the others: not imported",
@@ -34,14 +29,14 @@ KINDS = {
     "cycle": "edges of a cycle left out, as asked",
     "several_parents": "concepts with several parents, all kept",
     "not_down": "edges that do not go down a level: kept, and the levels too",
-    "repeated": "names on several levels, each a concept of its own",
+    "repeated": "names on several levels, each a separate concept",
     "ambiguous": "flat files, and probes in banks, of a name on several levels: taken for the first without a probe",
     "stale": "concepts that hierarchy.json and the layer files do not agree on: hierarchy.json counts",
     "stale_edges": "edges that hierarchy.json and the layer files do not agree on: hierarchy.json counts",
     "contradicted": "concepts that root_concepts or leaf_concepts list otherwise than the edges: the edges count",
     "one_sided": "edges of child_to_parent that parent_to_children lacks, kept",
     "dangling": "edges to names that no layer file has: left out",
-    "malformed": 'keys that are no "Name:level": left out',
+    "malformed": 'keys that are not "Name:level": left out',
     "bank_edges": "edges that only banks and their index state: taken",
     "bank_elsewhere": "probes of banks that the hierarchy does not put under the bank's parent: the hierarchy counts",
     "bank_lacks": "concepts that bank_index.json lists and their bank lacks",
@@ -50,13 +45,13 @@ KINDS = {
     "rounded": "probes of a wider dtype than was asked for: rounded to it",
     "widened": "probes of a narrower dtype than the pack's: kept exactly, in more bytes",
     "concatenated": (
-        "probes that read several layers side by side: no host gives such a state at one site, give it to"
+        "probes that read several layers side by side: no model gives such a state at one site, give it to"
         " score_tokens by hand"
     ),
     "uncalibrated": "probes that calibration.json does not name",
     "calibration_unknown": "entries of calibration.json for no imported probe",
     "unusable": "numbers of the pack's JSON that cannot be: not used",
-    "unread": "files that are no .pt (text probes, centroids): not read",
+    "unread": "files that are not .pt (text probes, centroids): not read",
     "elsewhere": (
         "files of weights where this format keeps no probes: not read; move them, or import their folder by itself"
     ),
@@ -64,7 +59,7 @@ KINDS = {
 
 
 def note_conversions(kinds: Mapping[Node, Kind], dtype: torch.dtype, notes: Notes) -> None:
-    """Note each probe whose weights are rounded or widened to the pack's dtype."""
+    """Note probes whose weights are rounded or widened."""
     for node, kind in kinds.items():
         if kind.dtype != dtype:
             narrower = torch.promote_types(kind.dtype, dtype) == dtype
@@ -89,7 +84,7 @@ def count_probes(
 
 
 def unreached(placed: Mapping[Node, PlacedNode], base: Sequence[int]) -> str:
-    """Warn of probes that no descent comes to, or return ""."""
+    """Return a warning of unreachable probes, or ""."""
     lost = [node for node, place in placed.items() if not place.reachable]
     if not lost:
         return ""
@@ -103,7 +98,7 @@ def unreached(placed: Mapping[Node, PlacedNode], base: Sequence[int]) -> str:
 
 
 def origin_of(info: Mapping[str, Any]) -> dict[str, Any]:
-    known = (
+    fields = (
         "source_pack",
         "pack_version",
         "probe_pack_id",
@@ -116,7 +111,7 @@ def origin_of(info: Mapping[str, Any]) -> dict[str, Any]:
         "training_config",
         "training_info",
     )
-    return {key: info[key] for key in known if key in info}
+    return {key: info[key] for key in fields if key in info}
 
 
 def card_text(
@@ -126,7 +121,7 @@ def card_text(
     lines = [
         f"# {name}",
         "",
-        f"{report.counts['probes']:,} concept probes, imported. Host: {model or 'not stated'}. Licence: {licence}.",
+        f"{report.counts['probes']:,} concept probes, imported. Model: {model or 'not stated'}. Licence: {licence}.",
         "",
         (
             f"On {N_STATES} random states the scores are within {worst:.2g} of those of the state dicts as they were"
@@ -145,7 +140,7 @@ def card_text(
             "## Not reached",
             "",
             (
-                f"{lost:,} of the concepts have no path from the base level, so a descent never comes to them and a"
+                f"{lost:,} of the concepts have no path from the base level, so a descent never reaches them and a"
                 " token's silence says nothing of them; its coverage counts them as `not_reached`. Those that are"
                 " roots can be made always on, at their cost, and bring what is below them:"
             ),

@@ -1,10 +1,9 @@
-"""Reads the hierarchy of a HatCat pack, checks it, and lays it over the concepts that have a probe.
+"""The hierarchy of a HatCat pack, over the concepts that have a probe.
 
-    graph = read_graph(folder, notes)                          # hierarchy.json, or else layer0.json, layer1.json, ...
-    placed = graph.over(stored, notes, break_cycles=False)     # {node: PlacedNode}, parents among the stored ones
+    graph = read_graph(folder, notes)
+    placed = graph.over(stored, notes, break_cycles=False)     # {node: PlacedNode}
 
-A node is a concept on a level: `("Entity", 0)`, written "Entity:0". Its level is kept, whatever its parents' are. What
-is wrong with the files is counted in `notes`; a cycle is an error, unless it may be broken.
+A node is a concept on a level: `("Entity", 0)`, written "Entity:0". Faults are counted in `notes`.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ def key_of(node: Node) -> str:
 
 
 def node_of(key: object) -> Node | None:
-    """Return the node of a key, split at its last colon, or None where it is none."""
+    """Return the node of a key, split at its last colon, or None."""
     if not isinstance(key, str):
         return None
     name, _, level = key.rpartition(":")
@@ -39,7 +38,7 @@ def node_of(key: object) -> Node | None:
 
 @dataclass(frozen=True)
 class PlacedNode:
-    """The nearest concepts with a probe above one, and whether a descent from the base levels can reach it."""
+    """The nearest concepts with a probe above one; `reachable`: by a descent."""
 
     parents: tuple[Node, ...]
     reachable: bool
@@ -47,7 +46,7 @@ class PlacedNode:
 
 @dataclass
 class Graph:
-    """Concepts and the edges between them, as the files state them; `about`: definition and synsets of a concept."""
+    """Concepts and edges of the files. `about`: definitions and synsets."""
 
     parents: dict[Node, dict[Node, None]] = field(default_factory=dict)
     about: dict[Node, dict[str, Any]] = field(default_factory=dict)
@@ -61,7 +60,7 @@ class Graph:
         self.parents[child][parent] = None
 
     def children(self) -> dict[Node, list[Node]]:
-        """Return the children of every node, by level and name."""
+        """Return the children of every node, sorted."""
         down: dict[Node, list[Node]] = {node: [] for node in self.parents}
         for child, above in self.parents.items():
             for parent in above:
@@ -69,7 +68,7 @@ class Graph:
         return {node: sorted(below, key=_order) for node, below in down.items()}
 
     def levels_of(self) -> dict[str, list[int]]:
-        """Return the levels that each name occurs on, ascending."""
+        """Return the ascending levels of each name."""
         return levels_by_name(sorted(self.parents, key=_order))
 
     def flatten(self, notes: Notes) -> None:
@@ -87,10 +86,10 @@ class Graph:
         base: Collection[int] = (),
         heads: Collection[Node] = (),
     ) -> dict[Node, PlacedNode]:
-        """Place every stored node; `base`: the levels that a descent begins with (default: the lowest). Nothing is put
-        under `heads`, stored ones with no score of their own that could open what is below.
+        """Place every stored node. Raises `HierarchyError` for a cycle, unless it may be broken.
 
-        Raises `HierarchyError` for a cycle, unless it may be broken.
+        - `base`: levels that a descent begins with (default: the lowest)
+        - `heads`: stored nodes without a single score; nothing is put under them
         """
         named_nodes = set(self.parents)
         for node in sorted(set(stored) - named_nodes, key=_order):
@@ -114,7 +113,7 @@ class Graph:
         base = base or {min((level for _, level in stored), default=0)}
         placed: dict[Node, PlacedNode] = {}
         for node in self._top_down():
-            # What is above a concept without a probe stands in for it.
+            # A concept without a probe is replaced by those above it.
             nearest = dict.fromkeys(
                 up for parent in self.parents[node] for up in ([parent] if parent in opening else above[parent])
             )
@@ -135,7 +134,7 @@ class Graph:
         return placed
 
     def _break_cycles(self, notes: Notes, allowed: bool) -> None:
-        """Take away the back edges of a depth-first search from level 0."""
+        """Remove the back edges of a depth-first search from level 0."""
         down = self.children()
         done: set[Node] = set()
         for start in sorted(down, key=_order):
@@ -182,7 +181,7 @@ def _order(node: Node) -> tuple[int, str]:
 
 
 def hierarchies(folder: Folder) -> list[str]:
-    """List what in a folder states a hierarchy, to be tried in order: hierarchy.json, the first of the layer files."""
+    """List files with a hierarchy, in the order to try."""
     matches = [match for path in folder.files(suffix=".json") if (match := _LAYER_FILE.fullmatch(path.name))]
     layers = [match[0] for match in sorted(matches, key=lambda match: int(match[1]))]
     whole = [path.name for path in folder.files(suffix="hierarchy.json") if path.name == "hierarchy.json"]
@@ -190,10 +189,7 @@ def hierarchies(folder: Folder) -> list[str]:
 
 
 def read_graph(folder: Folder, notes: Notes, file: str = "hierarchy.json") -> Graph:
-    """Read a file such as `hierarchy.json`; or the layer files, where there is none or `file` is one of them.
-
-    Raises `ImportRefused` for JSON of another kind.
-    """
+    """Read a hierarchy, else the layer files. Raises `ImportRefused` for JSON of another kind."""
     layers = {
         int(match[1]): path.name for path in folder.files(suffix=".json") if (match := _LAYER_FILE.fullmatch(path.name))
     }
@@ -218,12 +214,12 @@ def _graph_of_hierarchy(path: Path, whole: Any, notes: Notes) -> Graph:
     graph = Graph()
     if not isinstance(whole, dict):
         raise ImportRefused(
-            f"{path} is no object: expected parent_to_children, child_to_parent, root_concepts, leaf_concepts"
+            f"{path} is not an object: expected parent_to_children, child_to_parent, root_concepts, leaf_concepts"
         )
     downward, upward = whole.get("parent_to_children") or {}, whole.get("child_to_parent") or {}
     if not isinstance(downward, dict) or not isinstance(upward, dict):
         raise ImportRefused(f'{path}: parent_to_children and child_to_parent are objects of "Name:level"')
-    # A key that lists nothing is a concept too: a root without children, say.
+    # A key without edges is a concept, too.
     without_edges = [key for edges in (downward, upward) for key, others in edges.items() if not _list(others)]
     for key in [*_list(whole.get("root_concepts")), *_list(whole.get("leaf_concepts")), *without_edges]:
         if (node := node_of(key)) is None:
@@ -246,7 +242,6 @@ def _graph_of_hierarchy(path: Path, whole: Any, notes: Notes) -> Graph:
 
 
 def _compare_ends(graph: Graph, whole: Mapping[str, Any], notes: Notes) -> None:
-    """Note the concepts that root_concepts and leaf_concepts list otherwise than the edges."""
     for key, linked, word in (("root_concepts", graph.parents, "under"), ("leaf_concepts", graph.children(), "above")):
         if whole.get(key) is None:
             continue
@@ -261,14 +256,13 @@ def _compare_ends(graph: Graph, whole: Mapping[str, Any], notes: Notes) -> None:
                 )
 
 
-def _compare_edges(graph: Graph, stated: Iterable[tuple[Node, dict[str, Any]]], notes: Notes) -> None:
-    """Note the edges that only hierarchy.json or only the layer files have.
-
-    A layer file names the other end without its level; one that lists none says nothing.
+def _compare_edges(graph: Graph, concepts: Iterable[tuple[Node, dict[str, Any]]], notes: Notes) -> None:
+    """Note edges that only one source has. Layer files name the other end without its level; one that lists none
+    says nothing.
     """
     below: dict[Node, set[str]] = {}
     above: dict[Node, set[str]] = {}
-    for node, concept in stated:
+    for node, concept in concepts:
         for names, key in ((below, "category_children"), (above, "parent_concepts")):
             if concept.get(key) is not None:
                 names.setdefault(node, set()).update(
@@ -309,10 +303,12 @@ def _layers(folder: Folder, files: Mapping[int, str]) -> list[tuple[Node, dict[s
         ):
             raise ImportRefused(f"{folder.path / file}: expected an object with concepts, each with its sumo_term")
         for concept in concepts:
-            stated = concept.get("layer")
+            concept_level = concept.get("layer")
             level = (
-                stated
-                if isinstance(stated, int) and not isinstance(stated, bool) and 0 <= stated <= MAX_LEVEL
+                concept_level
+                if isinstance(concept_level, int)
+                and not isinstance(concept_level, bool)
+                and 0 <= concept_level <= MAX_LEVEL
                 else layer
             )
             if level > MAX_LEVEL:
@@ -321,15 +317,15 @@ def _layers(folder: Folder, files: Mapping[int, str]) -> list[tuple[Node, dict[s
     return concepts_of
 
 
-def _graph_of_layers(stated: Iterable[tuple[Node, dict[str, Any]]], notes: Notes) -> Graph:
-    """Link bare names: a child is at the nearest level of its name below, a parent at the nearest above."""
-    stated = list(stated)
+def _graph_of_layers(concepts: Iterable[tuple[Node, dict[str, Any]]], notes: Notes) -> Graph:
+    """Link bare names: a child at its nearest level below, a parent at the nearest above."""
+    concepts = list(concepts)
     graph = Graph()
-    for node, concept in stated:
+    for node, concept in concepts:
         graph.add(node)
         graph.about.setdefault(node, _definition(concept))
     levels = graph.levels_of()
-    for node, concept in stated:
+    for node, concept in concepts:
         for name in _list(concept.get("category_children")):
             candidates = levels.get(name, []) if isinstance(name, str) else []
             if not candidates:
@@ -337,7 +333,7 @@ def _graph_of_layers(stated: Iterable[tuple[Node, dict[str, Any]]], notes: Notes
                 continue
             below = [level for level in candidates if level > node[1]]
             graph.link(node, (name, min(below) if below else max(candidates)))
-    for node, concept in stated:
+    for node, concept in concepts:
         for name in _list(concept.get("parent_concepts")):
             above = [level for level in levels.get(name, []) if level < node[1]] if isinstance(name, str) else []
             if above:
@@ -348,7 +344,6 @@ def _graph_of_layers(stated: Iterable[tuple[Node, dict[str, Any]]], notes: Notes
 
 
 def _definition(concept: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a concept's definition and synsets, where they are what they should be."""
     fields: dict[str, Any] = {"definition": concept["definition"]} if isinstance(concept.get("definition"), str) else {}
     synsets = concept.get("synsets")
     return fields | (
@@ -357,7 +352,7 @@ def _definition(concept: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def levels_by_name(nodes: Iterable[Node]) -> dict[str, list[int]]:
-    """Return the levels of each name among some concepts, in their order."""
+    """Return the levels of each name, in order."""
     levels: dict[str, list[int]] = {}
     for name, level in nodes:
         levels.setdefault(name, []).append(level)

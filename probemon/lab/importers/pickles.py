@@ -1,9 +1,8 @@
 """Reads the pickle of a state dict as data.
 
-    state = Machine(path, storage, tensor).run(data)       # dicts, lists, tuples, texts, numbers and tensors
+    state = Machine(path, storage, tensor).run(data)
 
-A few instructions build plain values. Any other instruction, and any global but those of a state dict, is refused by
-name: nothing in a file can be called.
+Any other instruction or global is refused by name: nothing in a file can be called.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ AGAIN = "fetch it again"
 
 @dataclass(frozen=True)
 class Global:
-    """A global that a pickle names: a word, never looked up."""
+    """A global that a pickle names; never looked up."""
 
     name: str
 
@@ -50,15 +49,14 @@ class Storage:
 
 
 def _is_known(name: str) -> bool:
-    """Whether a global "module word" is one of a state dict's."""
     module, _, word = name.partition(" ")
     return name in _CALLS or (module == "torch" and word in STORAGES)
 
 
 class Machine:
-    """Runs the instructions that a state dict needs, as Python's pickletools documents them.
+    """Runs the instructions of a state dict, as pickletools documents them.
 
-    `storage` turns a persistent id into a `Storage`, `tensor` the arguments of `_rebuild_tensor_v2` into a tensor.
+    `storage` makes a `Storage` of a persistent id, `tensor` a tensor of the arguments of `_rebuild_tensor_v2`.
     """
 
     def __init__(self, path: Path, storage: Callable[[Any], Any], tensor: Any = None) -> None:
@@ -99,22 +97,23 @@ class Machine:
             case "GLOBAL":
                 stack.append(self._global(argument))
             case "STACK_GLOBAL":
-                # Text first: to print what else stands there may never end.
+                # Text first: printing anything else may never end.
                 if not all(isinstance(part, str) for part in stack[-2:]):
-                    raise ImportRefused(f"{self._path}: its pickle names a global by what is no text: {AGAIN}")
+                    raise ImportRefused(
+                        f"{self._path}: its pickle names a global by something that is not text: {AGAIN}"
+                    )
                 stack[-2:] = [self._global(" ".join(stack[-2:]))]
             case "BINPERSID":
                 stack.append(self._storage(stack.pop()))
             case "REDUCE":
                 called, arguments = stack[-2:]
                 stack[-2:] = [self._call(called, arguments)]
-            case "BUILD":  # attributes of an OrderedDict, such as the versions of modules
+            case "BUILD":  # attributes of an OrderedDict, such as module versions
                 stack.pop()
             case _:
                 self._fill_container(name)
 
     def _fill_container(self, name: str) -> None:
-        """Run an instruction that makes or fills a dict, list or tuple; refuse any other."""
         stack = self._stack
         match name:
             case "EMPTY_DICT":
@@ -140,7 +139,7 @@ class Machine:
                 )
 
     def _check_plain(self, content: Any) -> None:
-        """Refuse a value that holds itself, or holds values twice at many depths: to print it would never end."""
+        """Refuse a value that contains itself, or nests too deeply: printing it would never end."""
         n, waiting = 0, [(content, 0)]
         while waiting:
             value, depth = waiting.pop()
@@ -148,7 +147,7 @@ class Machine:
             if n > _MAX_VALUES or depth > _MAX_DEPTH:
                 raise ImportRefused(
                     f"{self._path} holds values within values, over {_MAX_DEPTH} deep or {_MAX_VALUES:,} in all: that"
-                    " is no probe"
+                    " is not a probe"
                 )
             if isinstance(value, (Global, Storage)):
                 raise ImportRefused(f"{self._path} holds a part of a tensor by itself: {AGAIN}")
@@ -162,13 +161,13 @@ class Machine:
 
     def _extend(self, values: list[Any]) -> None:
         if type(self._stack[-1]) is not list:
-            raise ImportRefused(f"{self._path}: its pickle appends to what is no list: {AGAIN}")
+            raise ImportRefused(f"{self._path}: its pickle appends to something that is not a list: {AGAIN}")
         self._stack[-1].extend(values)
 
     def _set(self, pairs: list[Any]) -> None:
         if type(self._stack[-1]) is not dict:
-            raise ImportRefused(f"{self._path}: its pickle sets items of what is no dict: {AGAIN}")
-        # A key is hashed, and a tuple within tuples without end would be hashed without end.
+            raise ImportRefused(f"{self._path}: its pickle sets items of something that is not a dict: {AGAIN}")
+        # nested tuples could be hashed without end
         if not all(isinstance(key, (str, int)) for key in pairs[::2]):
             raise ImportRefused(f"{self._path}: its pickle names a value by what is neither text nor number: {AGAIN}")
         self._stack[-1].update(zip(pairs[::2], pairs[1::2], strict=True))
@@ -183,7 +182,6 @@ class Machine:
         return Global(name)
 
     def _name_foreign_global(self) -> str:
-        """Name the first global of the whole pickle that no state dict has; "" where there is none."""
         words: list[str] = []
         try:
             for opcode, argument, _ in pickletools.genops(self._data):
@@ -201,7 +199,7 @@ class Machine:
         return ""
 
     def _call(self, called: Any, arguments: Any) -> Any:
-        """Return what one of the three functions of a state dict would; none of them is called."""
+        """Return a call's result; nothing is called."""
         match called, arguments:
             case Global("collections OrderedDict"), ():
                 return {}

@@ -1,13 +1,9 @@
-"""Imports probekit's linear probes, from memory or from the JSON of their `to_dict()`.
+"""Imports probekit's linear probes, from memory or JSON.
 
-    from probemon.lab.importers.probekit import import_collection, import_file, import_probes
-    read = {"site": "resid_post.15", "normalize": "none"}
-    pack = import_probes({"deception": probe}, "my-pack", **read)               # probekit.LinearProbe, or its to_dict()
-    pack = import_collection(collection, ["cat", "dog"], "my-pack", **read)     # probekit.ProbeCollection
-    pack = import_file("probes.json", "my-pack", **read)                        # {"deception": probe.to_dict(), ...}
+    pack = import_probes({"deception": probe}, "my-pack", site="resid_post.15", normalize="none")
+    pack = import_file("probes.json", "my-pack", site="resid_post.15", normalize="none")
 
-Scores are the sigmoid of `predict_score`, so that probekit's `predict` (score above 0) is a score above 0.5. Its
-normalisation (a mean and a standard deviation, one of at most 1e-12 counting as 1) is folded into the weights.
+Scores are the sigmoid of `predict_score`. Normalisation is folded into the weights.
 """
 
 from __future__ import annotations
@@ -27,20 +23,19 @@ from probemon.packs.pack import ProbePack
 from probemon.util.files import sha256
 
 _KEYS = ("weights", "bias", "normalization", "metadata")
-_FLAT = 1e-12  # probekit.utils.normalization: a deviation up to this is taken as 1
+_FLAT = 1e-12  # probekit.utils.normalization: smaller deviations count as 1
 
 
 def import_probes(
     probes: Mapping[str, Any], target: str | Path, *, site: str, normalize: str | None = None, **about: Any
 ) -> ProbePack:
-    """Write probes as a pack; each a `LinearProbe`, or the dict of its `to_dict()`, by name.
+    """Write `LinearProbe`s, or their `to_dict()`, as a pack, by name.
 
-    - `site`: where the states were read.
-    - `normalize`: what was done to each before it reached probekit (`none`, `layernorm`, `rmsnorm`). No probe says it:
-      it must be given.
-    - `about`: `OPTIONS` of `probemon.lab.importers.flat` (name, licence, model, eps, overwrite, ...).
+    - `site`: where the states were read
+    - `normalize`: of states before probekit (`none`, `layernorm`, `rmsnorm`); required
+    - `about`: `OPTIONS` of `probemon.lab.importers.flat`
 
-    Raises `ImportRefused` naming the probe, `UnknownSetting`.
+    Raises `ImportRefused`, `UnknownSetting`.
     """
     check_options(import_probes, about, normalize=normalize)
     if not isinstance(probes, Mapping):
@@ -52,7 +47,7 @@ def import_probes(
 def import_collection(
     collection: Any, names: Sequence[str], target: str | Path, *, site: str, normalize: str | None = None, **about: Any
 ) -> ProbePack:
-    """Write a `ProbeCollection` as a pack; `names` of its probes in order. Otherwise as `import_probes`."""
+    """Write a `ProbeCollection` as a pack; `names`: in its order. Otherwise as `import_probes`."""
     check_options(import_collection, about, normalize=normalize)
     if not hasattr(collection, "to_tensor") or not hasattr(collection, "normalizations"):
         raise ImportRefused(
@@ -75,7 +70,7 @@ def import_collection(
 def import_file(
     path: str | Path, target: str | Path, *, site: str, normalize: str | None = None, **about: Any
 ) -> ProbePack:
-    """Write the probes of a JSON file as a pack: `{name: to_dict()}`, or one `to_dict()`, named by the file.
+    """Write a JSON file as a pack: `{name: to_dict()}`, or one `to_dict()`, named by the file.
 
     Otherwise as `import_probes`.
     """
@@ -95,7 +90,7 @@ def _probe(name: str, probe: Any) -> Classifier:
     if isinstance(probe, dict):
         where = f"probe {name!r}"
         strange = [key for key in probe if key not in _KEYS]
-        if strange:  # a score may depend on it, as on a normalisation spelt otherwise
+        if strange:  # a score may depend on it
             raise ImportRefused(
                 f"{where} has {strange[0]!r:.80}, which probekit's to_dict() does not write (it writes"
                 f" {', '.join(_KEYS)}): take it out, or give the weights to"
@@ -133,7 +128,6 @@ def _probe(name: str, probe: Any) -> Classifier:
 
 
 def _fold_normalisation(probe: Classifier, norm: Any) -> Classifier:
-    """Fold in probekit's normalisation: an object or a dict with `mean` and `std`, or None."""
     if norm is None:
         return probe
     parts = [norm.get(name) if isinstance(norm, dict) else getattr(norm, name, None) for name in ("mean", "std")]

@@ -1,13 +1,9 @@
-"""Imports probelab's probes (what their `save` writes).
+"""Imports probelab's probes, as `save` writes them.
 
-    from probemon.lab.importers.probelab import import_files
-    # *.pt of a folder, by their names
     pack = import_files("probes/", "my-pack", site="resid_post.15", normalize="none")
-    pack = import_files({"deception": "d.pt", "refusal": "r.pt"}, "my-pack", site="resid_post.15", normalize="none")
 
-Supported are its probes of one state: Logistic, MassMean, MLP with ReLU, and EEMLP with one or two layers (its last
-exit, as its `predict` gives). The file's own standardisation is folded in. Scores are those of `predict` on one state,
-in fp32.
+Supported are Logistic, MassMean, MLP with ReLU, and EEMLP with one or two layers (its last exit). Scores are those of
+`predict`, in fp32.
 """
 
 from __future__ import annotations
@@ -39,13 +35,12 @@ def import_files(
 ) -> ProbePack:
     """Write probelab probes as a pack.
 
-    - `source`: a file, a folder of `.pt`, or files by concept.
-    - `site`: where the states were read.
-    - `normalize`: what was done to each before it reached probelab (`none`, `layernorm`, `rmsnorm`). No file says it:
-      it must be given.
-    - `about`: `OPTIONS` of `probemon.lab.importers.flat` (name, licence, model, eps, overwrite, ...).
+    - `source`: a file, a folder of `.pt`, or files by concept
+    - `site`: where the states were read
+    - `normalize`: of states before probelab (`none`, `layernorm`, `rmsnorm`); required
+    - `about`: `OPTIONS` of `probemon.lab.importers.flat`
 
-    Raises `ImportRefused` naming the file, `UnknownSetting`.
+    Raises `ImportRefused`, `UnknownSetting`.
     """
     check_options(import_files, about, normalize=normalize)
     files = named_files(source, ".pt")
@@ -67,13 +62,13 @@ def _read(name: str, path: Path) -> tuple[Classifier, dict[str, Any]]:
     saved = load_plain(path, MAX_BYTES)
     if not isinstance(saved, dict) or "class" not in saved:
         raise ImportRefused(
-            f"{path} is no file of probelab, whose save writes 'class' and 'state_dict': probemon import safetensors"
+            f"{path} is not a file of probelab, whose save writes 'class' and 'state_dict': probemon import safetensors"
             " takes any safetensors file, with a mapping"
         )
     kind = field(saved, "class", str, path)
     if kind not in _SUPPORTED:
         raise ImportRefused(
-            f"{path} is a probelab {kind}, which is no linear map or ReLU network of one state: supported are"
+            f"{path} is a probelab {kind}, which is not a linear map or ReLU network of one state: supported are"
             f" {', '.join(_SUPPORTED)}"
         )
     state, arguments = field(saved, "state_dict", dict, path), field(saved, "init_kwargs", dict, path)

@@ -1,12 +1,7 @@
-"""Reports what an import met: counts, and examples of every kind of trouble.
+"""Reports of imports: counts, and examples of each kind of trouble.
 
-notes = Notes({"width": "probes that read states of another size than the others: not imported"})
 notes.add("width", "Deception:3", listed=True)
-stated = {"site": "resid_post.15"}
-report = ImportReport("hatcat", "lens_packs/mine", stated, counts={"probes": 7946}, notes=notes.all())
-print(report)
-report.as_dict()                                   # for a manifest's provenance["import"]
-report.section()                                   # for a pack's card
+print(ImportReport("hatcat", "lens_packs/mine", counts={"probes": 7946}, notes=notes.all()))
 """
 
 from __future__ import annotations
@@ -16,12 +11,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 EXAMPLES = 5
-_LONG = 120  # characters of an example in a line; a manifest has all of it
+_LONG = 120  # characters of an example in a line
 
 
 @dataclass(frozen=True)
 class Note:
-    """One kind of trouble: `what` it is in words, its count, and `EXAMPLES` examples, or all that are `listed`."""
+    """One kind of trouble, with `EXAMPLES` examples, or all that are `listed`."""
 
     kind: str
     what: str
@@ -38,7 +33,7 @@ class Note:
 
 
 class Notes:
-    """Collects notes while an import runs. `what`: the words of each kind, in the order of the report."""
+    """Collects notes. `what`: the words of each kind, in order."""
 
     def __init__(self, what: Mapping[str, str]) -> None:
         self._what = dict(what)
@@ -46,10 +41,7 @@ class Notes:
         self._examples: dict[str, list[str]] = {kind: [] for kind in what}
 
     def add(self, kind: str, example: str, *, listed: bool = False) -> None:
-        """Count one more, and keep the first `EXAMPLES`, or every one that is `listed`.
-
-        Raises `KeyError` for a kind that has no words.
-        """
+        """Count one, and keep the first `EXAMPLES`, or all that are `listed`. Raises `KeyError` for an unknown kind."""
         self._counts[kind] += 1
         if listed or len(self._examples[kind]) < EXAMPLES:
             self._examples[kind].append(example)
@@ -72,12 +64,11 @@ class Notes:
 
 @dataclass(frozen=True)
 class ImportReport:
-    """What was imported from where.
+    """The result of an import.
 
-    - `stated`: what the user said, since no file says it.
-    - `counts`: of what was imported.
-    - `notes`: of trouble.
-    - `warning`: the one thing to read before all else, with its remedy; or "".
+    - `stated`: by the user
+    - `counts`: of imported parts
+    - `warning`: to read first, with a remedy; or ""
     """
 
     format: str
@@ -92,7 +83,7 @@ class ImportReport:
         return next((note for note in self.notes if note.kind == kind), None)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return JSON, which a pack's manifest keeps as `provenance["import"]`."""
+        """Return JSON for a manifest."""
         notes = {
             note.kind: {"what": note.what, "count": note.count, "examples": list(note.examples)} for note in self.notes
         }
@@ -110,19 +101,19 @@ class ImportReport:
         return "\n".join([*([_printable(f"warning: {self.warning}")] if self.warning else []), *self.lines()])
 
     def lines(self) -> list[str]:
-        """Return a line of counts, one of what the user stated, and one for each kind of trouble."""
+        """Return lines of counts, user settings and trouble."""
         counts = ", ".join(
             f"{value:,} {name}" if isinstance(value, int) else f"{name} {value}" for name, value in self.counts.items()
         )
-        stated = ", ".join(f"{name} {value}" for name, value in self.stated.items())
+        user_settings = ", ".join(f"{name} {value}" for name, value in self.stated.items())
         lines = [
             f"{self.format} {self.source}: {counts or 'nothing'}",
-            *([f"not in its files, said at import: {stated}"] if stated else []),
+            *([f"not in its files, said at import: {user_settings}"] if user_settings else []),
         ]
         return [_printable(line) for line in [*lines, *(str(note) for note in self.notes)]]
 
     def section(self) -> str:
-        """Return the report as a part of a pack's card, in Markdown."""
+        """Return a section of a pack's card, in Markdown."""
         first, *others = self.lines()
         warning = [f"**{_printable(self.warning)}**", ""] if self.warning else []
         listed = [f"- {line}" for line in others]
@@ -130,5 +121,5 @@ class ImportReport:
 
 
 def _printable(line: str) -> str:
-    """Escape what a terminal would obey: others chose the names."""
+    """Escape control characters: names are untrusted."""
     return "".join(char if char.isprintable() else repr(char)[1:-1] for char in line)

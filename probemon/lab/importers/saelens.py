@@ -1,16 +1,10 @@
-"""Imports features of a sparse autoencoder that SAELens saved, as probes that fire where the feature is active.
+"""Imports features of a SAELens autoencoder as probes that fire when the feature is active.
 
-    from probemon.lab.importers.saelens import import_sae
     pack = import_sae("sae/", "my-pack", features=[17, 4021], names={17: "cats", 4021: "legal text"})
 
-`sae/` is what `SAE.save_model` writes: cfg.json and sae_weights.safetensors. A score is sigmoid(pre-activation -
-threshold), the threshold 0 for a ReLU and the feature's own for a JumpReLU, and every alert threshold is 0.5: a probe
-fires where the encoder's activation is above 0. The activation itself is logit(score) + threshold (`sae_threshold` in
-concepts.jsonl), but for gated encoders, whose probes say when a feature is active and not by how much. Strong features
-all score near 1: `sharpness` below 1 tells them apart and does not move where they fire.
-
-The subtraction of b_dec and a gate are folded into rows and biases; `constant_norm_rescale` and `layer_norm` become the
-pack's normalisation. An encoder that keeps the best k of all features decides no feature by itself, and is refused.
+`sae/` is from `SAE.save_model`. Scores are sigmoid(pre-activation - threshold), with threshold 0 for ReLU and the
+feature's for JumpReLU, and alert at 0.5. Activations are logit(score) + threshold (`sae_threshold` in concepts.jsonl),
+except for gated encoders. Strong features all score near 1; `sharpness` below 1 separates them.
 """
 
 from __future__ import annotations
@@ -44,16 +38,16 @@ _NORMS = {
 }
 _RESIDUAL = re.compile(r"blocks\.(\d+)\.hook_resid_(post|pre)")
 _PART = re.compile(r"blocks\.(\d{1,4})\.hook_(attn_out|mlp_out)")
-# How the names of hosts begin that add what attention and feed-forward give to the stream, and of those that normalise
-# it first. TransformerLens's hook is what is added, a site of probemon what the module gives: only the first are alike.
+# Models that add attention and feed-forward outputs unchanged, and those that normalise them first. TransformerLens
+# hooks what is added, a site what the module gives.
 _ADDED_AS_GIVEN = re.compile(
     r"(distil)?gpt2|gpt-neo|pythia|(meta-)?llama-?[23]|tinyllama|mistral-|qwen-?(1\.5|2|2\.5|3)-", re.IGNORECASE
 )
 _NORMALISED_FIRST = re.compile(r"gemma-?[23]n?-|olmo-?[23]", re.IGNORECASE)
-# Beyond, fp32 scores of what an SAE activates on are all 0.5, or all 0 and 1.
+# Beyond, fp32 scores are all 0.5, or all 0 and 1.
 _FACTORS = {"sharpness": (1e-3, 1e3), "activation_scale": (1e-6, 1e6)}
-_TINY = 1e-12  # an eps that only keeps a state of zeros from being divided by 0
-_SLICE = 4096  # features folded at a time, in fp64
+_TINY = 1e-12
+_SLICE = 4096  # features at a time
 
 
 def import_sae(
@@ -70,16 +64,15 @@ def import_sae(
 ) -> ProbePack:
     """Write features of an SAE as a pack; probe `f17` is feature 17.
 
-    - `features`: which, in this order (default all).
-    - `names`: of features, for people.
-    - `site`: where the state is read; needed where the file's hook does not say it.
-    - `centered`: whether the SAE was trained on a TransformerLens model with centred writing weights, which subtract
-      each state's mean from it; needed where the file does not say.
-    - `activation_scale`: the factor on states that `expected_average_only_in` was trained with, which no file holds.
-    - `sharpness`: multiplies the logits, by 0.001 to 1,000.
-    - `about`: `OPTIONS` of `probemon.lab.importers.flat` (name, licence, model, overwrite, ...).
+    - `features`: in this order (default all)
+    - `names`: by feature
+    - `site`, `centered`: if the file does not say them; `centered`: the model had centred writing weights
+      (TransformerLens)
+    - `activation_scale`: factor of `expected_average_only_in`, which no file holds
+    - `sharpness`: multiplies the logits, by 0.001 to 1,000
+    - `about`: `OPTIONS` of `probemon.lab.importers.flat`
 
-    The normalisation is the file's. Raises `ImportRefused`, `UnknownSetting`.
+    Raises `ImportRefused`, `UnknownSetting`.
     """
     check_options(import_sae, about, without=("eps", "notes"))
     if not isinstance(names, Mapping | None) or not all(isinstance(name, str) for name in (names or {}).values()):
@@ -106,7 +99,6 @@ def import_sae(
     if config is None:
         raise ImportRefused(f"{where} is missing: give the folder that SAE.save_model wrote")
     architecture = field(config, "architecture", str, where, "standard")
-    # Before version 6 all was in one place.
     settings = {**config, **(field(config, "metadata", dict, where, None) or {})}
     place = site_of(_site(settings, site, where), site, where)
     norm = _normalisation(settings, architecture, where)
@@ -139,7 +131,7 @@ def import_sae(
         rows = encoder[:, at].T.double()
         shift = bias[at].double() - threshold[at].double() - (0 if offset is None else rows @ offset.double())
         if centered and normalize == "none":
-            rows = rows - rows.mean(dim=1, keepdim=True)  # a row's product with a centred state
+            rows = rows - rows.mean(dim=1, keepdim=True)  # its product with a centred state
         w1[begin : begin + len(at), 0] = (factor * rows).to(dtype)
         b1[begin : begin + len(at), 0] = (sharpness * shift).float()
     if not bool(torch.isfinite(w1.sum(dim=(1, 2), dtype=torch.float64)).all() and torch.isfinite(b1).all()):
@@ -156,7 +148,7 @@ def import_sae(
         }
         for i in wanted
     ]
-    stated = {
+    record = {
         "architecture": architecture,
         "normalize_activations": norm,
         "hook_name": settings.get("hook_name", settings.get("hook_point")),
@@ -173,7 +165,10 @@ def import_sae(
             "The encoder adds 1e-5 to a state's standard deviation, which a pack does not: logits differ by a share of"
             " 1e-5 / deviation."
         )
-    host = {"model": settings.get("model_name") if isinstance(settings.get("model_name"), str) else None, **about}
+    model_options = {
+        "model": settings.get("model_name") if isinstance(settings.get("model_name"), str) else None,
+        **about,
+    }
     return write_stacked(
         target,
         concepts,
@@ -184,17 +179,14 @@ def import_sae(
         eps=_TINY,
         alert_threshold=torch.full((len(wanted),), 0.5, dtype=torch.float32, device="cpu"),
         notes=notes,
-        stated=stated,
+        stated=record,
         files={one: sha256(source.inside(one)) for one in (CONFIG, WEIGHTS)},
-        **host,
+        **model_options,
     )
 
 
 def _normalisation(settings: Mapping[str, Any], architecture: str, where: Path) -> str:
-    """Return how activations were normalised.
-
-    Raises `ImportRefused` for an encoder whose features are no probes of one state.
-    """
+    """Return the normalisation. Raises `ImportRefused` for an unsupported encoder."""
     activation = settings.get("activation_fn", settings.get("activation_fn_str", "relu"))
     if architecture not in _ARCHITECTURES or activation not in ("relu", None):
         what = architecture if architecture not in _ARCHITECTURES else f"{architecture} with {activation}"
@@ -203,9 +195,9 @@ def _normalisation(settings: Mapping[str, Any], architecture: str, where: Path) 
             f" {', '.join(_ARCHITECTURES)} (SAELens saves batchtopk as jumprelu)"
         )
     if settings.get("reshape_activations", "none") != "none" or settings.get("hook_head_index") is not None:
-        raise ImportRefused(f"{where}: the encoder reads heads of attention, which are no site of probemon")
+        raise ImportRefused(f"{where}: the encoder reads heads of attention, which are not a site of probemon")
     norm = settings.get("normalize_activations")
-    if norm is None or isinstance(norm, bool):  # as it was before version 3
+    if norm is None or isinstance(norm, bool):
         norm = "expected_average_only_in" if norm else "none"
     if not isinstance(norm, str) or norm not in _NORMS:
         raise ImportRefused(
@@ -216,62 +208,58 @@ def _normalisation(settings: Mapping[str, Any], architecture: str, where: Path) 
 
 
 def _centered(settings: Mapping[str, Any], centered: bool | None, where: Path) -> bool:
-    """Return whether states had their mean subtracted: what the file says of the host, else what was given."""
     loaded = settings.get("model_from_pretrained_kwargs")
     # SAELens loads without processing.
-    stated = bool(loaded.get("center_writing_weights", False)) if isinstance(loaded, dict) else None
-    if stated is None and centered is None:
+    recorded = bool(loaded.get("center_writing_weights", False)) if isinstance(loaded, dict) else None
+    if recorded is None and centered is None:
         raise ImportRefused(
-            f"{where} does not say how the host was loaded: give centered=False, or True where it was a TransformerLens"
-            " model with centred writing weights (its default for hosts with a LayerNorm)"
+            f"{where} does not say how the model was loaded: give centered=False, or True if it was a TransformerLens"
+            " model with centred writing weights (its default for models with a LayerNorm)"
         )
-    if stated is not None and centered not in (None, stated):
+    if recorded is not None and centered not in (None, recorded):
         raise ImportRefused(
-            f"{where} says that writing weights were {'' if stated else 'not '}centred, and centered={centered} was"
+            f"{where} says that writing weights were {'' if recorded else 'not '}centred, and centered={centered} was"
             " given: leave it out"
         )
-    return bool(centered if stated is None else stated)
+    return bool(centered if recorded is None else recorded)
 
 
 def _site(settings: Mapping[str, Any], site: str | None, where: Path) -> str | None:
-    """Return the site of a TransformerLens hook, or None for another hook.
-
-    Raises `ImportRefused` for a hook that is no site, or may be none.
-    """
+    """Return a hook's site, or None. Raises `ImportRefused` if it is not a site, or may not be."""
     hook = settings.get("hook_name", settings.get("hook_point"))
     if not isinstance(hook, str):
         return None
     match = _RESIDUAL.fullmatch(hook)
     if match is not None and len(match[1]) < 6:
-        layer = int(match[1]) - (match[2] == "pre")  # what goes into a block is what came out of the one before
+        layer = int(match[1]) - (match[2] == "pre")  # a block's input is the output before it
         if layer >= 0:
             return f"resid_post.{layer}"
     match = _PART.fullmatch(hook)
     if match is not None:
         place = f"{match[2]}.{int(match[1])}"
-        host = str(settings.get("model_name")).rpartition("/")[2]
-        if _NORMALISED_FIRST.match(host):
+        model = str(settings.get("model_name")).rpartition("/")[2]
+        if _NORMALISED_FIRST.match(model):
             raise ImportRefused(
-                f"{where}: the encoder reads {hook} of {host}, which normalises what {place} gives before that hook: no"
-                " site of probemon is what it reads"
+                f"{where}: the encoder reads {hook} of {model}, which normalises what {place} gives before that hook:"
+                " probemon has no such site"
             )
-        if _ADDED_AS_GIVEN.match(host) or site == place:
+        if _ADDED_AS_GIVEN.match(model) or site == place:
             return place
         raise ImportRefused(
-            f"{where}: the encoder reads {hook}, what is added to the residual stream. In a host with a norm or a"
-            f" factor before it is added that is not {place}, and of {host} it is not known here whether it has one:"
-            f" give site='{place}' where it has none"
+            f"{where}: the encoder reads {hook}, what is added to the residual stream. In a model with a norm or a"
+            f" factor before it is added that is not {place}, and it is not known here whether {model} has one:"
+            f" give site='{place}' if it has none"
         )
     if hook.startswith(("blocks.", "hook_", "ln_final")):
         raise ImportRefused(
-            f"{where}: the encoder reads {hook}, which is no site of probemon: those are the output of a block, of its"
-            " attention and of its feed-forward part"
+            f"{where}: the encoder reads {hook}, which is not a site of probemon: those are outputs of a block, its"
+            " attention and its feed-forward part"
         )
     return None
 
 
 def _encoder(tensors: Mapping[str, Tensor], architecture: str, path: Path) -> tuple[Tensor, Tensor, Tensor]:
-    """Return encoder `[D, F]`, bias, threshold `[F]`: features are active where state @ encoder + bias > threshold."""
+    """Return encoder `[D, F]`, bias and threshold `[F]`: active if state @ encoder + bias > threshold."""
     encoder = tensor_of(tensors, "W_enc", path)
     if encoder.dim() != 2 or not encoder.numel():
         raise ImportRefused(f"{path}: W_enc has shape {tuple(encoder.shape)}, expected [D, features]")
@@ -292,10 +280,10 @@ def _encoder(tensors: Mapping[str, Tensor], architecture: str, path: Path) -> tu
             raise ImportRefused(f"{path}: {name} has shape {tuple(tensor.shape)}, expected ({size},)")
     zero = torch.zeros(encoder.shape[1], dtype=torch.float64, device="cpu")
     if architecture == "gated":
-        # Active where both hold: s + b_gate > 0, and s exp(r_mag) + b_mag > 0, of one product s.
+        # Active if s + b_gate > 0 and s exp(r_mag) + b_mag > 0, of one product s.
         gate, magnitude = tensors["b_gate"].double(), tensors["b_mag"].double()
         return encoder, torch.minimum(gate, magnitude * torch.exp(-tensors["r_mag"].double())), zero
-    # An activation is cut at 0, so that a lower threshold is none.
+    # Activations are cut at 0, so a lower threshold has no effect.
     threshold = tensors["threshold"].double().clamp(min=0) if architecture in _THRESHOLDED else zero
     return encoder, tensors["b_enc"], threshold
 

@@ -1,14 +1,11 @@
 """Imports scikit-learn estimators from memory.
 
-    from probemon.lab.importers.sklearn import import_estimators
     estimators = {"deception": make_pipeline(StandardScaler(), LogisticRegression()).fit(X, y)}
     pack = import_estimators(estimators, "my-pack", site="resid_post.15", normalize="none")
 
-Scores are those of `predict_proba` for the class that counts as yes, `classes_[1]`. Several classes or labels become
-several concepts: those of a softmax over the classes a softmax group, others each with the score of its own classifier
-(of one-vs-rest: before the division by the sum of all). What is neither a sigmoid of one logit nor a softmax is
-refused; each refusal says what to fit instead. This never imports scikit-learn and never opens pickles, since loading
-those runs what is in them.
+Scores are `predict_proba` of `classes_[1]`. Several classes or labels become several concepts: a softmax group, or each
+with its classifier's score. Other probabilities are refused, with a remedy. It neither imports scikit-learn nor opens
+pickles.
 """
 
 from __future__ import annotations
@@ -26,7 +23,7 @@ from probemon.errors import ImportRefused
 from probemon.lab.importers.flat import Classifier, Layer, check_options, write_flat
 from probemon.packs.pack import ProbePack
 
-# Estimators with a linear decision function, and those of them whose probability is its sigmoid.
+# With a linear decision function, and with its sigmoid as probability.
 _LINEAR = (
     "LogisticRegression",
     "LogisticRegressionCV",
@@ -50,19 +47,15 @@ _REST = "OneVsRestClassifier(...), which fits a probe for each class"
 def import_estimators(
     estimators: Mapping[str, Any], target: str | Path, *, site: str, normalize: str | None = None, **about: Any
 ) -> ProbePack:
-    """Write fitted estimators as a pack; the name of each is its concept, or begins those of its classes
-    (`name/class`).
+    """Write fitted estimators as a pack; names are concepts, or prefixes of classes (`name/class`).
 
-    - `site`: where the states in `X` were read.
-    - `normalize`: what was done to each state before it became a row of `X`, beside the estimator's own pipeline:
-      `none`, `layernorm` or `rmsnorm`. No estimator says it: it must be given.
-    - `about`: `OPTIONS` of `probemon.lab.importers.flat` (name, licence, model, eps, overwrite, ...).
+    - `site`: where the states in `X` were read
+    - `normalize`: of states before `X` (`none`, `layernorm` or `rmsnorm`); required
+    - `about`: `OPTIONS` of `probemon.lab.importers.flat`
 
-    Supported are logistic regression, linear discriminant analysis (both over several classes, too) and SGD with the
-    log loss; linear support vector
-    machines and others with Platt scaling (one calibrator, not an ensemble); MLPClassifier with ReLU and one or two
-    hidden layers; one-vs-rest and several labels; all of these after scalers and PCA in a Pipeline. Raises
-    `ImportRefused` naming the estimator, `UnknownSetting`.
+    Supported: logistic regression, linear discriminant analysis, SGD with log loss; linear SVMs and others with Platt
+    scaling (one calibrator); MLPClassifier with ReLU, one or two hidden layers; one-vs-rest and several labels; all
+    after scalers and PCA in a Pipeline. Raises `ImportRefused`, `UnknownSetting`.
     """
     check_options(import_estimators, about, normalize=normalize)
     if not isinstance(estimators, Mapping):
@@ -88,7 +81,6 @@ def import_estimators(
 
 
 def _with_class(probe: Classifier, name: str, estimator: Any) -> Classifier:
-    """Note which class a probe of two says yes to: its own name need not be that of the class."""
     classes = getattr(estimator, "classes_", None)
     if probe.id != name or not isinstance(classes, np.ndarray) or len(classes) != 2:
         return probe
@@ -118,8 +110,7 @@ def _probes(name: str, estimator: Any) -> list[Classifier]:
     rows = _decision(name, estimator)
     twice = False
     if kind.startswith("LogisticRegression"):
-        # Before 1.8 there was a parameter. "multinomial" of two classes was a softmax of (-logit, logit); "ovr" a
-        # sigmoid for each class.
+        # Before 1.8: "multinomial" of two classes was a softmax of (-logit, logit), "ovr" a sigmoid per class.
         rule = getattr(estimator, "multi_class", "auto")
         twice = rule == "multinomial"
         separate = rule in ("ovr", "warn") or (rule in ("auto", "deprecated") and estimator.solver == "liblinear")
@@ -131,7 +122,6 @@ def _probes(name: str, estimator: Any) -> list[Classifier]:
 
 
 def _unwrapped(name: str, kind: str, estimator: Any, read: Callable[[str, Any], list[Classifier]]) -> list[Classifier]:
-    """Read the estimator within another one."""
     if kind == "Pipeline":
         steps = [step for _, step in estimator.steps]
         return _after(name, steps[:-1], read(name, steps[-1]))
@@ -142,13 +132,13 @@ def _single(name: str, estimator: Any) -> Classifier:
     probes = _probes(name, estimator)
     if len(probes) != 1:
         raise ImportRefused(
-            f"{name}: {_kind(name, estimator)} has {len(probes)} outputs of its own: give it as an estimator of its own"
+            f"{name}: {_kind(name, estimator)} has {len(probes)} outputs: give it as a separate estimator"
         )
     return probes[0]
 
 
 def _decision(name: str, estimator: Any) -> list[Classifier]:
-    """Return the logits of a linear decision function: one for two classes, else one for each."""
+    """Return logits: one for two classes, else one each."""
     kind = _kind(name, estimator)
     if kind in _WRAPPERS:
         return _unwrapped(name, kind, estimator, _decision)
@@ -225,7 +215,6 @@ def _mlp(name: str, estimator: Any) -> list[Classifier]:
 
 
 def _after(name: str, steps: Sequence[Any], probes: list[Classifier]) -> list[Classifier]:
-    """Fold the steps of a pipeline into the probes behind them, from the last to the first."""
     for step in reversed(steps):
         if step is None or step == "passthrough":
             continue
@@ -245,7 +234,7 @@ def _after(name: str, steps: Sequence[Any], probes: list[Classifier]) -> list[Cl
 
 
 def _mean_and_scale(name: str, kind: str, step: Any, size: int) -> tuple[Tensor, Tensor]:
-    """Return what a scaler subtracts, then divides by; `[D]` fp64."""
+    """Return what a scaler subtracts and divides by, `[D]` fp64."""
     if getattr(step, "clip", False):
         raise ImportRefused(f"{name}: {kind} with clip=True is not affine: fit it with clip=False")
     if kind == "MinMaxScaler":
@@ -260,7 +249,7 @@ def _mean_and_scale(name: str, kind: str, step: Any, size: int) -> tuple[Tensor,
 
 
 def _rotated(probe: Classifier, pca: Any) -> Classifier:
-    """Fold a PCA into a probe: components `[K, D]`, mean `[D]`, the deviations of whitening, clipped as there."""
+    """Fold a PCA into a probe: components `[K, D]`, mean `[D]`, and whitening, clipped as there."""
     (weight, bias), *rest = probe.layers
     components, mean = _tensor(_fitted(probe.id, pca, "components_")), _tensor(pca.mean_)
     weight = weight.double()
@@ -277,7 +266,7 @@ def _scaled(probe: Classifier, factor: float, shift: float = 0.0) -> Classifier:
 
 
 def _kind(name: str, estimator: Any) -> str:
-    """Return the class name of an estimator. Raises `ImportRefused` where it is not scikit-learn's own."""
+    """Return the class name. Raises `ImportRefused` if it is not scikit-learn's."""
     kind = type(estimator)
     if kind.__module__.split(".")[0] != "sklearn":
         raise ImportRefused(
@@ -298,7 +287,6 @@ def _tensor(values: Any) -> Tensor:
 
 
 def _outline(estimator: Any) -> list[str]:
-    """List class names from the outside in."""
     parts = [step[1] for step in getattr(estimator, "steps", ())]
     inner = getattr(estimator, "estimator", None)
     parts += [] if inner is None else [inner]

@@ -1,16 +1,12 @@
 """Imports steerkit's probes (safetensors files).
 
-    from probemon.lab.importers.steerkit import import_files
-    pack = import_files("probes/", "my-pack", scale={"refusal": 3.2})        # *.safetensors of a folder, by their names
+    pack = import_files("probes/", "my-pack", scale={"refusal": 3.2})
     pack = import_files({"refusal": "refusal_l15.safetensors"}, "my-pack", scale=1.0, bias=False)
 
-A file holds each direction at length 1, but the bias of the fit before its coefficients were shortened. No file holds
-their length: `scale` is it (the norm of the `coef_` that steerkit fitted), and with it scores are those of the fit.
-Where it is lost, `scale=1.0, bias=False` ranks tokens as steerkit's `score_tokens` does; the scores mean nothing else
-until `probemon calibrate` has set thresholds.
+A file holds directions of length 1, and the fit's bias. `scale`, the norm of the fitted `coef_`, restores the scores.
+Without it, `scale=1.0, bias=False` ranks tokens as `score_tokens` does, and `probemon calibrate` sets thresholds.
 
-Files record layer and host: several layers go into one pack. TransformerLens may subtract each state's mean from it; a
-direction that was fitted to such states does so itself, having no component along the mean.
+States need no centring: directions fitted to centred states have no component along the mean.
 """
 
 from __future__ import annotations
@@ -34,7 +30,7 @@ from probemon.packs.pack import ProbePack
 from probemon.util.checks import check_number
 
 _METHODS = ("logistic", "diff_of_means", "mass_mean")
-_ABOUT = 1e-2  # a direction that was rounded to bf16 is off by less
+_ABOUT = 1e-2  # above the error of rounding to bf16
 _SCHEMAS = ("1", "2", "3")  # the name of the hook came with 3
 
 
@@ -50,12 +46,12 @@ def import_files(
 ) -> ProbePack:
     """Write steerkit probes as a pack.
 
-    - `source`: a file, a folder of `.safetensors`, or files by concept.
-    - `scale`: the length of the fitted coefficients, of all or by concept.
-    - `method`: which direction (`logistic`, `diff_of_means`, `mass_mean`; default: the file's own).
-    - `bias`: whether the file's bias is added.
-    - `site`: only to check; the file states it. The states are the hook's own, not normalised.
-    - `about`: `OPTIONS` of `probemon.lab.importers.flat` (name, licence, overwrite, ...).
+    - `source`: a file, a folder of `.safetensors`, or files by concept
+    - `scale`: length of the fitted coefficients, of all or by concept
+    - `method`: direction (default: the file's)
+    - `bias`: whether to add the file's
+    - `site`: only checked
+    - `about`: `OPTIONS` of `probemon.lab.importers.flat`
 
     Raises `ImportRefused`, `UnknownSetting`.
     """
@@ -69,16 +65,16 @@ def import_files(
         name: _read(name, path, scale[name] if isinstance(scale, Mapping) else scale, method, bias, site)
         for name, path in files.items()
     }
-    hosts = {(record["model_id"], record["n_total_layers"]) for _, record in probes.values()}
-    if len(hosts) > 1:
-        raise ImportRefused(f"the probes are of different hosts, {sorted(hosts)}: make a pack for each")
-    model, n_layers = hosts.pop()
+    models = {(record["model_id"], record["n_total_layers"]) for _, record in probes.values()}
+    if len(models) > 1:
+        raise ImportRefused(f"the probes are of different models, {sorted(models)}: make a pack for each")
+    model, n_layers = models.pop()
     notes = [
         "Directions of length 1 were multiplied by a scale that was given by hand"
-        + ("." if bias else ", and the biases of the fits were left out: scores rank, and are no probabilities.")
+        + ("." if bias else ", and the biases of the fits were left out: scores rank, and are not probabilities.")
     ]
-    host = {"model": model, "n_layers": n_layers, **about}
-    stated = {
+    model_options = {"model": model, "n_layers": n_layers, **about}
+    settings = {
         "scale": {name: float(length) for name, length in scale.items()}
         if isinstance(scale, Mapping)
         else float(scale),
@@ -91,9 +87,9 @@ def import_files(
         source="steerkit",
         normalize="none",
         notes=notes,
-        stated=stated,
+        stated=settings,
         files=hashes(files),
-        **host,
+        **model_options,
     )
 
 
@@ -131,7 +127,7 @@ def _read(
     if not 0 <= layer < n_layers:
         where = "the embedding" if layer < 0 else "the final norm"
         raise ImportRefused(
-            f"{path} reads {where} (layer {layer} of {n_layers}), where no site of probemon is: import the probe of a"
+            f"{path} reads {where} (layer {layer} of {n_layers}), which is not a site of probemon: import one of a"
             f" layer from 0 to {n_layers - 1}"
         )
     if record["hook_site"] not in ("resid_post", "resid_pre") or (record["hook_site"] == "resid_pre" and not layer):
@@ -141,9 +137,9 @@ def _read(
         )
     hook = f"blocks.{layer}.hook_{record['hook_site']}"
     if record["schema_version"] not in ("", *_SCHEMAS) or record["hook_name"] not in ("", hook):
-        stated = f"schema_version {record['schema_version']!r}, hook_name {record['hook_name']!r}"
+        labels = f"schema_version {record['schema_version']!r}, hook_name {record['hook_name']!r}"
         raise ImportRefused(
-            f"{path} says {stated}: known are {', '.join(_SCHEMAS)}, and {hook} is the hook of its layer and hook_site."
+            f"{path} says {labels}: known are {', '.join(_SCHEMAS)}, and {hook} is the hook of its layer and hook_site."
             " Save the probe again with a steerkit that is known"
         )
     place = site_of(f"resid_post.{layer - (record['hook_site'] == 'resid_pre')}", site, path)
@@ -156,7 +152,7 @@ def _read(
     length = float(direction.norm())
     if not abs(length - 1) < _ABOUT:
         raise ImportRefused(
-            f"{path}: direction.{record['method']} has length {length:.6g}, where steerkit saves length 1, which scale="
+            f"{path}: direction.{record['method']} has length {length:.6g}, but steerkit saves length 1, which scale="
             " multiplies: divide it by its length, and give that as scale="
         )
     shift = field(biases, record["method"], float, f"{path}: bias_json") if with_bias else 0.0

@@ -1,14 +1,10 @@
-"""Reads weights that others saved, and runs nothing that is in the file.
+"""Reads weights that others saved, and runs nothing in the file.
 
     state = load_state_dict(path)                          # {name: tensor} of a .pt (torch.save) or .safetensors file
     bank = load_bank(path)                                 # {concept: {name: tensor}}
-    folder = Folder("lens_packs/mine"); folder.file("layer0", "Entity.pt"); folder.json("hierarchy.json")
 
-A `.pt` is a zip of stored bytes and one pickle, which is read as data (`importers.pickles`). A file has at most
-`MAX_BYTES`, checked before it is opened, and its tensors state no more bytes than it has. So memory holds at most the
-file, its storages and its tensors, three times its size, and some 150 MB for its pickle (2 MiB of instructions) and its
-table of members. JSON has at most `MAX_JSON_BYTES`, and may take thirty times that while it is read. Files from before
-torch 1.6, which are no zip, are refused.
+A `.pt` is a zip of stored bytes and one pickle, read as data (`importers.pickles`). Memory holds at most three times
+the file, and some 150 MB; for JSON thirty times the file.
 """
 
 from __future__ import annotations
@@ -37,7 +33,7 @@ _MAX_PICKLE_BYTES = 2 << 20
 _MAX_MEMBERS = 1 << 16
 _MAX_DIMS = 8
 _SAVE_TENSORS = "save its tensors by safetensors.torch.save_file"
-_REMEDIES = {  # by the kind of a file that is given as safetensors
+_REMEDIES = {  # by the kind of a file given as safetensors
     NPZ: "write it as such by safetensors.numpy.save_file(dict(numpy.load(file)), 'probes.safetensors')",
     NPY: "write it as such by safetensors.numpy.save_file({'probes': numpy.load(file)}, 'probes.safetensors')",
     TORCH: (
@@ -53,10 +49,9 @@ _REMEDIES = {  # by the kind of a file that is given as safetensors
 
 
 def load_state_dict(path: str | Path, max_bytes: int = MAX_BYTES) -> dict[str, Tensor]:
-    """Read the tensors by name, on the CPU, that `torch.save(module.state_dict(), path)` or safetensors wrote.
+    """Read tensors by name from a file of `torch.save(module.state_dict(), path)` or safetensors.
 
-    Raises `ImportRefused` where the file is larger than `max_bytes`, damaged, holds code (the global is named) or is no
-    state dict.
+    Raises `ImportRefused` if the file is too large, damaged, holds code or is not a state dict.
     """
     state = load_plain(path, max_bytes)
     if not _are_tensors(state) or not state:
@@ -65,7 +60,7 @@ def load_state_dict(path: str | Path, max_bytes: int = MAX_BYTES) -> dict[str, T
 
 
 def load_bank(path: str | Path, max_bytes: int = MAX_BYTES) -> dict[str, dict[str, Tensor]]:
-    """Read state dicts by name from one file. Raises `ImportRefused` as `load_state_dict` does."""
+    """Read state dicts by name from one file. Raises as `load_state_dict`."""
     bank = load_plain(path, max_bytes)
     if not isinstance(bank, dict) or not bank:
         raise ImportRefused(
@@ -81,7 +76,7 @@ def load_bank(path: str | Path, max_bytes: int = MAX_BYTES) -> dict[str, dict[st
         if n_bytes > max_bytes:
             raise ImportRefused(
                 f"{path} states the same tensors for more and more concepts, over {max_bytes:,} bytes in all: that is"
-                " no bank of probes"
+                " not a bank of probes"
             )
     return bank
 
@@ -93,10 +88,7 @@ def _are_tensors(state: Any) -> TypeGuard[dict[str, Tensor]]:
 
 
 def load_plain(path: str | Path, max_bytes: int = MAX_BYTES) -> Any:
-    """Read the dicts, lists, tuples, texts, numbers and tensors of a `.pt` or `.safetensors` file.
-
-    Raises `ImportRefused` as `load_state_dict` does.
-    """
+    """Read dicts, lists, tuples, texts, numbers and tensors. Raises as `load_state_dict`."""
     path = Path(path)
     size = check_file(path, max_bytes)
     try:
@@ -107,9 +99,9 @@ def load_plain(path: str | Path, max_bytes: int = MAX_BYTES) -> Any:
             return load_file(path)
         with path.open("rb") as stream:
             data = stream.read(size)
-        # Before the zip's table is read, which takes ten times its size in memory.
+        # Checked first: the zip's table takes ten times its size in memory.
         if data.count(b"PK\1\2") > _MAX_MEMBERS:
-            raise ImportRefused(f"{path} has more than {_MAX_MEMBERS:,} members: it is no file of torch.save")
+            raise ImportRefused(f"{path} has more than {_MAX_MEMBERS:,} members: it is not a file of torch.save")
         if not zipfile.is_zipfile(io.BytesIO(data)):
             raise _not_a_zip(path, data)
         with zipfile.ZipFile(io.BytesIO(data)) as file:
@@ -122,7 +114,7 @@ def load_plain(path: str | Path, max_bytes: int = MAX_BYTES) -> Any:
 
 
 def check_is_safetensors(path: Path) -> None:
-    """Raise `ImportRefused` for a file that is of another kind, saying which and how to write it as safetensors."""
+    """Raise `ImportRefused` for a file of another kind."""
     if path.name.endswith(".safetensors.index.json"):
         raise ImportRefused(
             f"{path} is the index of weights in several files, and holds none: give the file that its 'weight_map'"
@@ -134,7 +126,7 @@ def check_is_safetensors(path: Path) -> None:
 
 
 def check_file(path: Path, max_bytes: int) -> int:
-    """Return the size of a regular file of at most `max_bytes`. Raises `ImportRefused` for anything else."""
+    """Return the size of a regular file. Raises `ImportRefused` for others, and above `max_bytes`."""
     try:
         status = path.stat()
     except (OSError, ValueError) as error:
@@ -144,7 +136,7 @@ def check_file(path: Path, max_bytes: int) -> int:
         ) from None
     if not stat.S_ISREG(status.st_mode):
         raise ImportRefused(
-            f"{path} is no file{', but a folder' if stat.S_ISDIR(status.st_mode) else ''}: check the path"
+            f"{path} is not a file{', but a folder' if stat.S_ISDIR(status.st_mode) else ''}: check the path"
         )
     if status.st_size > max_bytes:
         raise ImportRefused(
@@ -154,7 +146,7 @@ def check_file(path: Path, max_bytes: int) -> int:
 
 
 class Folder:
-    """A folder that others wrote: it gives files in it, and never one outside of it."""
+    """An untrusted folder: gives no file outside of it."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
@@ -163,10 +155,7 @@ class Folder:
         self._real = self.path.resolve()
 
     def inside(self, *parts: str) -> Path:
-        """Return a path in the folder.
-
-        Raises `ImportRefused` for an absolute path, for `..`, and for a link that leads outside.
-        """
+        """Return a path in the folder. Raises `ImportRefused` if it is absolute, has `..`, or leads outside."""
         relative = "/".join(parts).replace("\\", "/")
         steps = relative.split("/")
         if not relative or "\0" in relative or ".." in steps or steps[0] == "" or ":" in steps[0]:
@@ -178,7 +167,7 @@ class Folder:
     def _check(self, path: Path) -> Path:
         try:
             real = path.resolve()
-            path.exists()  # raises for a name that is too long, say
+            path.exists()  # raises if a name is too long, say
         except (OSError, RuntimeError, ValueError) as error:
             raise ImportRefused(f"{path} cannot be followed ({error})") from None
         if not real.is_relative_to(self._real):
@@ -189,17 +178,14 @@ class Folder:
         return path
 
     def files(self, *parts: str, suffix: str) -> list[Path]:
-        """List the files of one folder inside, by name; none where there is no such folder."""
+        """Return the files of a folder inside, by name."""
         folder = self.inside(*parts) if parts else self.path
         if not folder.is_dir():
             return []
         return [self._check(entry) for entry in sorted(folder.iterdir()) if entry.name.endswith(suffix)]
 
     def json(self, *parts: str) -> Any:
-        """Read a JSON file inside; None where there is none. NaN and infinities, which are no JSON, become None.
-
-        Raises `ImportRefused`.
-        """
+        """Read a JSON file inside, or None. NaN and infinities become None. Raises `ImportRefused`."""
         path = self.inside(*parts)
         if not path.exists() and not path.is_symlink():
             return None
@@ -229,9 +215,9 @@ def _not_a_zip(path: Path, data: bytes) -> ImportRefused:
         Machine(path, lambda pid: None).run(data[:_MAX_PICKLE_BYTES])
     except ImportRefused as refused:
         return refused
-    except Exception:  # no pickle either
+    except Exception:
         pass
-    what = f"{kind}, and no" if (kind := kind_of(path)) else "no"
+    what = f"{kind}, and not a" if (kind := kind_of(path)) else "not a"
     return ImportRefused(
         f"{path} is {what} file of torch.save (a zip since torch 1.6): load it where you trust it, and save its state"
         " dict again"
@@ -249,7 +235,7 @@ class _Reader:
         pickles = [name for name in names if name.endswith("/data.pkl")]
         if len(pickles) != 1 or len(set(names)) != len(names):
             raise ImportRefused(
-                f"{path} has {len(pickles)} data.pkl among {len(names)} members: it is no file of torch.save"
+                f"{path} has {len(pickles)} data.pkl among {len(names)} members: it is not a file of torch.save"
             )
         self.root = pickles[0].removesuffix("data.pkl")
         for info in file.infolist():
@@ -270,11 +256,11 @@ class _Reader:
         return Machine(self.path, self.storage, self.tensor).run(self.file.read(info))
 
     def storage(self, pid: Any) -> Storage:
-        """Return the bytes that a persistent id `("storage", kind, key, location, numel)` means."""
+        """Return the storage of a persistent id `("storage", kind, key, location, numel)`."""
         tag, kind, key, _, numel = pid
         name = kind.name.removeprefix("torch ") if isinstance(kind, Global) else None
         if tag != "storage" or name not in STORAGES or not isinstance(key, str) or not _is_count(numel):
-            raise ImportRefused(f"{self.path} refers to {reprlib.repr(pid)}, which is no storage of torch.save")
+            raise ImportRefused(f"{self.path} refers to {reprlib.repr(pid)}, which is not a storage of torch.save")
         if key not in self.storages:
             dtype = STORAGES[name]
             info = self.file.getinfo(f"{self.root}data/{key}")
@@ -290,7 +276,7 @@ class _Reader:
         return storage
 
     def tensor(self, storage: Any, offset: Any, size: Any, stride: Any, *_: Any) -> Tensor:
-        """Make a contiguous tensor of a storage; a part of it is copied."""
+        """Make a contiguous tensor of a storage; a part is copied."""
         if (
             not isinstance(storage, Storage)
             or not _is_count(offset)

@@ -1,9 +1,8 @@
-"""Trains probes for concepts of your own on a model of your own; never needed to run them.
+"""Trains probes for your own concepts on your own model.
 
 from probemon.lab.training import train
 
-trained = train("demo", "mails.jsonl", "mails/")        # a folder, a hub name, "demo", or a model with a tokenizer
-trained.pack, trained.quality
+trained = train("demo", "mails.jsonl", "mails/")        # or a folder, a hub name, or a model with a tokenizer
 """
 
 from probemon.lab.training.settings import TrainingSettings

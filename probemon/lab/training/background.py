@@ -1,9 +1,6 @@
-"""Text that is about nothing in particular: what probes learn, and show, to be quiet on.
+"""Background text on no particular subject, on which probes must be quiet.
 
-    for passage in passages(tokenizer): passage.text, passage.group, passage.messages
-
-Prose, letters, lists, tables and markup of our own; the code of Python's standard library; its reference manual. Every
-fifth passage stands as a chat, where the tokenizer has a template, since that is where a monitored model writes.
+Prose, letters, lists, tables and markup; code and manual of Python. Every fifth passage is a chat if possible.
 """
 
 from __future__ import annotations
@@ -16,7 +13,7 @@ from typing import Any
 
 from probemon.lab.training.examples import Example
 
-LONGEST = 600  # characters of a passage
+LONGEST = 600  # characters
 _MODULES = (
     "argparse", "ast", "bisect", "calendar", "cmd", "codecs", "collections/__init__", "configparser", "contextlib",
     "copy", "csv", "dataclasses", "datetime", "decimal", "difflib", "email/message", "enum", "fileinput",
@@ -30,28 +27,28 @@ _OF_A_MODULE, _TOPICS = 2, 120
 
 
 def passages(tokenizer: Any = None) -> list[Example]:
-    """Return the passages, labelled with nothing; the same ones on the same version of Python."""
+    """Return unlabelled passages, the same for one version of Python."""
     texts = [*_own(), *_code(), *_manual()]
     chats = bool(getattr(tokenizer, "chat_template", None))
-    found = []
+    examples = []
     for i, (group, text) in enumerate(texts):
         where = f"background {i + 1} ({group})"
         if chats and i % 5 == 4:
             messages = ({"role": "user", "content": "Go on."}, {"role": "assistant", "content": text.strip()})
-            found.append(Example(where, messages=messages, group=f"background {group}"))
+            examples.append(Example(where, messages=messages, group=f"background {group}"))
         else:
-            found.append(Example(where, text, group=f"background {group}"))
-    return found
+            examples.append(Example(where, text, group=f"background {group}"))
+    return examples
 
 
 def _own() -> Iterator[tuple[str, str]]:
-    whole = files("probemon.lab.training").joinpath("background.txt").read_text(encoding="utf-8")
-    for i, text in enumerate(whole.split("\n\n")):
+    content = files("probemon.lab.training").joinpath("background.txt").read_text(encoding="utf-8")
+    for i, text in enumerate(content.split("\n\n")):
         yield f"text {i + 1}", text.strip("\n")
 
 
 def _code() -> Iterator[tuple[str, str]]:
-    """The beginnings of two thirds of each module, where what it does is no longer imports."""
+    """Passages from one and two thirds into each module, after its imports."""
     library = Path(sysconfig.get_paths()["stdlib"])
     for module in _MODULES:
         path = library / f"{module}.py"

@@ -1,15 +1,11 @@
-"""Kinds of probes of one site, and the one that does best on texts which did not train it.
+"""Kinds of probes of one site, and the selection among them.
 
-    names = possible(data, settings, n_sites=1)               # ("logistic", "watched", "joint", "mlp")
-    weights = fit_candidate("mlp", problem, linear)            # of standardised states
-    chosen, areas = best_candidate(names, problem)
+- "logistic": separate regressions, a child's within its parent
+- "watched": refined on the watched running score
+- "joint": refined on path scores, all probes together, siblings ranked
+- "mlp": two small hidden layers, from the linear solution, on path scores
 
-- "logistic": regressions by themselves, a child's on what its parent is
-- "watched": the same, gone on with on the running score that will be watched
-- "joint": the same, gone on with on path scores, all probes together, siblings ranked
-- "mlp": two small hidden layers, begun at the linear solution, on path scores
-
-The simplest is taken unless another is better on a fifth of the training groups by more than one standard error.
+A later kind must be better by more than one standard error on a fifth of the training groups.
 """
 
 from __future__ import annotations
@@ -38,15 +34,15 @@ from probemon.lab.training.watched_loss import fit_watched, is_known
 CANDIDATES = ("logistic", "watched", "joint", "mlp")
 _SHAPE = (32, 16)
 _RANKING = 0.5
-_LEAST_STEPS = 200  # of the optimiser, where rows are few
+_LEAST_STEPS = 200
 _RESAMPLED = 50
-_COMPARED_BYTES = 96 << 20  # of the rows on which kinds are compared
-_LEAST_GAIN = 0.001  # in AUROC, for which a kind that is less simple is taken
+_COMPARED_BYTES = 96 << 20
+_LEAST_GAIN = 0.001  # in AUROC, for a less simple kind
 
 
 @dataclass(frozen=True)
 class Problem:
-    """Rows of one site, and what concepts `own` learn from them: `learnt [S, P]`, penalties `l2 [P]`."""
+    """Rows of one site, and labels `learnt [S, P]` and penalties `l2 [P]` of concepts `own`."""
 
     data: Dataset
     rows: TrainingRows
@@ -58,7 +54,7 @@ class Problem:
 
     @property
     def targets(self) -> Targets:
-        """What each row is of."""
+        """Labels of each row."""
         known = self.learnt[:, list(self.own)]
         return Targets(
             self.rows.part,
@@ -67,12 +63,12 @@ class Problem:
         )
 
     def only(self, use: Mask) -> Problem:
-        """Return the same with the rows of some parts `[S]`."""
+        """Restrict the rows to parts `[S]`."""
         return replace(self, rows=self.rows.only(use))
 
 
 def possible(data: Dataset, aggregator: Aggregator, *, n_sites: int) -> tuple[str, ...]:
-    """Return which kinds there can be, the simplest first."""
+    """Return the applicable kinds, simplest first."""
     names = ["logistic"]
     if is_known(aggregator) and not data.of_span.any() and not data.is_tree:
         names.append("watched")
@@ -82,7 +78,7 @@ def possible(data: Dataset, aggregator: Aggregator, *, n_sites: int) -> tuple[st
 
 
 def fit_candidate(name: str, problem: Problem, linear: Weights) -> Weights:
-    """Return the probes of a kind, for standardised states; `linear` are the logistic ones."""
+    """Return probes of a kind, for standardised states; `linear` are the logistic ones."""
     if name == "logistic":
         return linear
     if name == "watched":
@@ -114,7 +110,7 @@ def fit_candidate(name: str, problem: Problem, linear: Weights) -> Weights:
 
 
 def best_candidate(names: Sequence[str], problem: Problem) -> tuple[str, dict[str, float]]:
-    """Return the kind that is taken, and the mean AUROC of each on a fifth of the training groups."""
+    """Return the chosen kind, and the mean AUROC of each."""
     data = problem.data
     use = data.of("train") & (data.compared >= 0).any(axis=1)
     if len(names) == 1:
@@ -123,47 +119,45 @@ def best_candidate(names: Sequence[str], problem: Problem) -> tuple[str, dict[st
     group = np.unique(data.group[use], return_inverse=True)[1].astype(np.int64)
     folds[use] = deal(group, data.compared[use], seed=problem.seed)
     held = folds == 0
-    # Where rows are many, every so-many-th group is enough to compare kinds.
+    # Every n-th group suffices.
     every = max(1, problem.rows.x.nbytes // _COMPARED_BYTES)
     fitted = problem.only(data.of("train") & ~held & (data.group % every == 0))
     tested = problem.rows.only(held)
     linear = fit_linear(fitted.rows, fitted.targets, problem.l2, to_compare=True)
     scores = {}
     for name in names:
-        own = torch.sigmoid(logits_of(tested.x, fit_candidate(name, fitted, linear))).numpy()
+        probabilities = torch.sigmoid(logits_of(tested.x, fit_candidate(name, fitted, linear))).numpy()
         if len(problem.own) == len(data.concepts):
-            by_path(own, data.parents)
-        scores[name] = part_scores(data, problem.aggregator, torch.from_numpy(own), tested.part)[held]
-    known, groups = data.compared[held][:, list(problem.own)], data.group[held]
-    areas = {name: _mean_area(values, known, np.arange(held.sum())) for name, values in scores.items()}
+            by_path(probabilities, data.parents)
+        scores[name] = part_scores(data, problem.aggregator, torch.from_numpy(probabilities), tested.part)[held]
+    labels, groups = data.compared[held][:, list(problem.own)], data.group[held]
+    areas = {name: _mean_area(values, labels, np.arange(held.sum())) for name, values in scores.items()}
     chosen = names[0]
     for name in names[1:]:
         gain = areas[name] - areas[chosen]
-        if gain > _LEAST_GAIN and gain > _error(scores[name], scores[chosen], known, groups, problem.seed):
+        if gain > _LEAST_GAIN and gain > _error(scores[name], scores[chosen], labels, groups, problem.seed):
             chosen = name
     return chosen, areas
 
 
 def _mean_area(scores: np.ndarray, known: Known, rows: np.ndarray) -> float:
-    found = []
+    by_concept = []
     for p in range(scores.shape[1]):
         use = rows[(known[rows, p] >= 0) & ~np.isnan(scores[rows, p])]
-        found.append(auroc_of(scores[use, p], known[use, p] == 1))
-    areas = np.asarray(found)
+        by_concept.append(auroc_of(scores[use, p], known[use, p] == 1))
+    areas = np.asarray(by_concept)
     return float(areas[~np.isnan(areas)].mean()) if (~np.isnan(areas)).any() else 0.5
 
 
 def _error(a: np.ndarray, b: np.ndarray, known: Known, group: np.ndarray, seed: int) -> float:
-    """The standard error of the difference of mean areas, over resampled groups."""
     _, number = np.unique(group, return_inverse=True)
-    generator, found = np.random.default_rng(seed), []
+    generator, differences = np.random.default_rng(seed), []
     for _ in range(_RESAMPLED):
         times = np.bincount(generator.integers(0, number.max() + 1, number.max() + 1), minlength=number.max() + 1)
         rows = np.repeat(np.arange(len(number)), times[number])
-        found.append(_mean_area(a, known, rows) - _mean_area(b, known, rows))
-    return float(np.std(found, ddof=1))
+        differences.append(_mean_area(a, known, rows) - _mean_area(b, known, rows))
+    return float(np.std(differences, ddof=1))
 
 
 def _seed(seed: int, id: str) -> int:
-    """A seed for one probe that does not depend on those beside it."""
     return int.from_bytes(hashlib.sha256(f"{seed}:{id}".encode()).digest()[:6], "big")

@@ -1,10 +1,8 @@
-"""Which site probes read, and how strongly their weights are held back.
+"""Choice of layers and penalties from cross-validation.
 
-    choice = Choice.of(sites, tables, alone=True, seen=(n, n))   # tables [K, L, P] of cross-validation, a site each
-    choice.site_of[3], choice.l2[3]                      # those of concept 3
+    choice = LayerChoice.of(sites, tables, alone=True, seen=(n, n))   # tables [K, L, P], one for each site
 
-One site for all concepts, the earliest within a standard error of the best; a concept of a flat pack has another where
-that is clearly better, over the folds.
+The shared site is the earliest within a standard error of the best.
 """
 
 from __future__ import annotations
@@ -25,15 +23,14 @@ from probemon.lab.training.crossvalidation import (
     means,
 )
 
-_LEAST_GAIN = 0.01  # in AUROC, for which a concept has a site of its own
+_LEAST_GAIN = 0.01  # in AUROC, for a separate site
 
 
 @dataclass(frozen=True)
 class LayerChoice:
-    """What cross-validation chose: the site of each concept, and its penalty `l2 [P]`; `curve`: (AUROC, standard error)
-    of each site, over the concepts, and `areas [I, P]` of each concept.
+    """Site and penalty `l2 [P]` of each concept. `curve`: (AUROC, standard error) by site; `areas [I, P]`.
 
-    `seen`: how many tokens it saw, and of how many.
+    `seen`: tokens used, and available.
     """
 
     sites: tuple[str, ...]
@@ -45,7 +42,7 @@ class LayerChoice:
 
     @classmethod
     def of(cls, sites: Sequence[str], tables: Sequence[Doubles], *, alone: bool, seen: tuple[int, int]) -> LayerChoice:
-        """Choose from tables `[K, L, P]` of each site. `alone`: a concept may have another site than the others."""
+        """Choose from tables `[K, L, P]` of each site. `alone`: concepts may have separate, clearly better sites."""
         points = curve(tables)
         shared = earliest_within_one_error(points)
         chosen = [shared] * tables[0].shape[2]

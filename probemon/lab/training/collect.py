@@ -1,13 +1,10 @@
-"""The first half of training, for a trainer of your own: hidden states of texts, token by token, with their labels.
+"""Writes hidden states of texts with labels, token by token, for your own trainer.
 
     collected = collect(model, tokenizer, "mails.jsonl", "states/", sites=["resid_post.15"])
-    x = collected.states("resid_post.15")[rows]                # [n, D] of rows [n] int64, as the model made them
-    collected.known[:, collected.concepts.index("spam")]        # [R] int8: 1 there, 0 absent, -1 unknown
-    collected.group                                             # [R] int64: what must not be split
+    x = collected.states("resid_post.15")[rows]                # [n, D] of rows [n] int64
+    collected.known[:, collected.concepts.index("spam")]        # [R] int8: 1 present, 0 absent, -1 unknown
 
-The folder holds `SITE.safetensors` with `states [R, D]`; `tokens.safetensors` with `document`, `position`, `token`,
-`start`, `end`, `group` `[R]` and `known [R, P]`; `texts.jsonl`; and `states.json`, by which a killed collection is
-gone on with. `start` and `end` are characters of the text, -1 where the tokenizer does not say.
+Files: `SITE.safetensors` (`states [R, D]`), `tokens.safetensors`, `texts.jsonl`, and `states.json` for resuming.
 """
 
 from __future__ import annotations
@@ -47,14 +44,15 @@ from probemon.util.extras import import_arrow
 from probemon.util.files import save_tensors, write_text_atomically
 
 TOKENS, TEXTS, TABLE = "tokens.safetensors", "texts.jsonl", "states.parquet"
-_BATCH = 4096  # rows of a batch of parquet
+_BATCH = 4096  # rows of a parquet batch
 
 
 @dataclass(frozen=True)
 class Collected:
-    """R tokens of texts in a folder: `document`, `position`, `token`, `start`, `end`, `group` `[R]`, `known [R, P]`.
+    """R tokens of texts: `document`, `position`, `token`, `start`, `end`, `group` `[R]`, `known [R, P]`.
 
-    `left_out`: how many tokens more the budget had no room for. `windowed`: texts that took more than one window.
+    - `left_out`: tokens over the budget
+    - `windowed`: texts of more than one window
     """
 
     folder: Path
@@ -75,24 +73,22 @@ class Collected:
         return self.store.states(site)
 
     def known_so_far(self) -> Known:
-        """Return `[R, P]` int8 what is known of each token and all before it in its text: 1 from the first token on at
-        which the concept was there, 0 where it was absent at each so far, -1 where that is unknown.
+        """Return labels up to each token `[R, P]` int8: 1 present, 0 absent so far, -1 unknown.
 
-        The labels of probes of a recurrent state (`ssm_state.N`). Raises `TrainingError` where tokens before a row are
-        in no row, or were read in a window before its own.
+        For probes of `ssm_state.N`. Raises `TrainingError` if earlier tokens are missing or in another window.
         """
         if self.windowed:
             raise TrainingError(
-                f"text {min(self.windowed)} took more than one window, and states behind the first know nothing of what"
-                " came before: collect with a longer window, or shorter texts"
+                f"text {min(self.windowed)} took more than one window, and states after the first lack the tokens"
+                " before: collect with a longer window, or shorter texts"
             )
         so_far = np.empty_like(self.known)
         for document in np.unique(self.document):
             rows = np.flatnonzero(self.document == document)
             if (self.position[rows] != np.arange(len(rows))).any():
                 raise TrainingError(
-                    f"of text {document} only some tokens are in rows, so nobody knows what came before: collect all"
-                    " (without a budget, and texts that are no chats)"
+                    f"text {document}: only some tokens are in rows, so the tokens before are unknown: collect all"
+                    " (no budget, and no chats)"
                 )
             known = self.known[rows]
             was_unknown = np.logical_or.accumulate(known < 0, axis=0)
@@ -101,10 +97,7 @@ class Collected:
         return so_far
 
     def write_parquet(self, path: str | os.PathLike[str]) -> None:
-        """Write all rows to one file: a column for each of the above, `label:CONCEPT`, and each site's states as lists.
-
-        Raises `MissingExtra` without pyarrow.
-        """
+        """Write all rows to one file, with `label:CONCEPT` columns and states as lists. Raises `MissingExtra`."""
         arrow = import_arrow("collecting states as parquet")
         target = Path(path)
         partial = target.with_name(f".{target.name}")
@@ -147,46 +140,46 @@ def collect(
     reading: Reading | None = None,
     progress: Callable[[int], object] | None = None,
 ) -> Collected:
-    """Write the hidden states of texts to the folder `out`, and what is known of each token.
+    """Write the hidden states of texts to the folder `out`, with labels.
 
-    - `data`: see `probemon.lab.training.examples`; texts need no labels here
-    - `roles`: whose turns of a chat are kept
-    - `chat_date`: the day, as YYYY-MM-DD, that chats are rendered with where the model's template writes today's date
-    - `budget`: bytes of states at most; then tokens are drawn, each as likely. None for all of them
+    - `data`: see `probemon.lab.training.examples`; labels are optional
+    - `roles`: turns of a chat to keep
+    - `chat_date`: YYYY-MM-DD, for templates that write today's date
+    - `budget`: most bytes of states, of tokens drawn evenly. None for all
 
-    What lies in `out` of the same texts is not read again. Raises `TrainingError`, `ConfigError`, `NotSupportedHost`.
+    States in `out` of the same texts are reused. Raises `TrainingError`, `ConfigError`, `UnsupportedModel`.
     """
     examples = read_examples(data, exclusive=exclusive, text_field=text_field, labelled=False)
     reader = TextReader(model, tokenizer, sites, reading)
     texts = render(examples.texts, tokenizer, roles=roles, chat_date=chat_date)
     tokens = reader.tokens(texts)
-    kept = [np.flatnonzero(text.counts(own)) for text, own in zip(texts, tokens, strict=True)]
-    n_wanted = sum(map(len, kept))
+    positions = [np.flatnonzero(text.counts(encoded)) for text, encoded in zip(texts, tokens, strict=True)]
+    n_wanted = sum(map(len, positions))
     if budget is not None:
-        of_one = f"{reader.row_bytes} bytes ({reader.row_bytes / 1e9:g} GB)"
-        budget = check_count("budget", budget, remedy=f"give {of_one}, what one token takes, or more")
+        size = f"{reader.row_bytes} bytes ({reader.row_bytes / 1e9:g} GB)"
+        budget = check_count("budget", budget, remedy=f"give {size}, for one token, or more")
         if budget < reader.row_bytes:
             raise ConfigError(
                 f"the budget is {counted(budget, 'byte')} ({budget / 1e9:g} GB), and the states of one token take"
-                f" {of_one}: give that or more, or no budget for all tokens"
+                f" {size}: give that or more, or no budget for all tokens"
             )
-        kept = drawn_evenly(kept, row_bytes=reader.row_bytes, budget=budget, seed=seed)
+        positions = drawn_evenly(positions, row_bytes=reader.row_bytes, budget=budget, seed=seed)
     with held(out):
-        store = collect_states(StatePlan(reader, texts, tokens, kept), out, progress=progress)
+        store = collect_states(StatePlan(reader, texts, tokens, positions), out, progress=progress)
         place = {id: p for p, id in enumerate(examples.concepts)}
         known = np.full((len(store.document), len(place)), -1, dtype=np.int8)
-        for i, (example, text, own) in enumerate(zip(examples.texts, texts, tokens, strict=True)):
-            of_text = np.full((len(own), len(place)), -1, dtype=np.int8)
-            for part in parts_of(example, text, own, place):
-                of_text[part.tokens] = part.known
-            known[store.first[i] : store.first[i] + len(kept[i])] = of_text[kept[i]]
+        for i, (example, text, encoded) in enumerate(zip(examples.texts, texts, tokens, strict=True)):
+            labels = np.full((len(encoded), len(place)), -1, dtype=np.int8)
+            for part in parts_of(example, text, encoded, place):
+                labels[part.tokens] = part.known
+            known[store.first[i] : store.first[i] + len(positions[i])] = labels[positions[i]]
         group = group_examples(examples.texts, texts)
         rows = {
-            name: np.concatenate([np.zeros(0, dtype=np.int64), *(getattr(own, name) for own in tokens)])
+            name: np.concatenate([np.zeros(0, dtype=np.int64), *(getattr(encoded, name) for encoded in tokens)])
             for name in ("ids", "start", "end")
         }
         at = np.cumsum([0, *map(len, tokens)])[store.document] + store.position
-        found = Collected(
+        collected = Collected(
             Path(out),
             list(place),
             store.document,
@@ -198,27 +191,28 @@ def collect(
             known,
             store,
             n_wanted - len(store.document),
-            frozenset(i for i, own in enumerate(tokens) if len(cut(own, i, reader.plain.window)) > 1),
+            frozenset(i for i, encoded in enumerate(tokens) if len(cut(encoded, i, reader.plain.window)) > 1),
         )
-        _remove_earlier(found)
-        _write(found, [text.text for text in texts], [text.where for text in texts], group)
-    return found
+        _remove_earlier(collected)
+        _write(collected, [text.text for text in texts], [text.where for text in texts], group)
+    return collected
 
 
-def _remove_earlier(found: Collected) -> None:
-    """Remove the states of sites, and the table, that an earlier run left: they are of other rows."""
-    (found.folder / TABLE).unlink(missing_ok=True)
-    for path in found.folder.glob("*.safetensors"):
-        if SITE.fullmatch(path.stem) and path.stem not in found.store.sites:
+def _remove_earlier(collected: Collected) -> None:
+    (collected.folder / TABLE).unlink(missing_ok=True)
+    for path in collected.folder.glob("*.safetensors"):
+        if SITE.fullmatch(path.stem) and path.stem not in collected.store.sites:
             path.unlink()
 
 
-def _write(found: Collected, texts: list[str], where: list[str], group: Ints) -> None:
+def _write(collected: Collected, texts: list[str], where: list[str], group: Ints) -> None:
     names = ("document", "position", "token", "start", "end", "group", "known")
-    save_tensors(found.folder / TOKENS, {name: torch.from_numpy(getattr(found, name)).contiguous() for name in names})
+    save_tensors(
+        collected.folder / TOKENS, {name: torch.from_numpy(getattr(collected, name)).contiguous() for name in names}
+    )
     lines = [
         json.dumps({"text": text, "where": place, "group": int(number)})
         for text, place, number in zip(texts, where, group, strict=True)
     ]
-    write_text_atomically(found.folder / TEXTS, "".join(line + "\n" for line in lines))
-    write_text_atomically(found.folder / "concepts.json", json.dumps(found.concepts) + "\n")
+    write_text_atomically(collected.folder / TEXTS, "".join(line + "\n" for line in lines))
+    write_text_atomically(collected.folder / "concepts.json", json.dumps(collected.concepts) + "\n")

@@ -1,10 +1,7 @@
-"""Finds texts that are given twice, with a concept and without it.
+"""Finds texts that are given both with and without a concept. Both are learnt, since labels of real texts disagree.
 
-    for found in contradictions(data):
-        found.concept, found.there, found.absent     # "spam", "mails.csv, row 3", "mails.csv, row 9"
-
-Labels of real texts disagree, so this is no error: both are learnt, and copies are never parted. But nothing that reads
-the text can be right on both.
+for found in contradictions(data):
+    found.concept, found.there, found.absent     # "spam", "mails.csv, row 3", "mails.csv, row 9"
 """
 
 from __future__ import annotations
@@ -21,7 +18,7 @@ from probemon.lab.training.labels import Known
 
 @dataclass(frozen=True)
 class Contradiction:
-    """A text of which two rows say unlike things of a concept: where it is `there`, and where `absent`."""
+    """A text with two rows: the concept is present in `there`, missing in `absent`."""
 
     concept: str
     there: str
@@ -29,20 +26,20 @@ class Contradiction:
 
 
 def contradictions(data: Dataset) -> Iterator[Contradiction]:
-    """Yield one for each concept of each text that is given twice and unlike; spaces make no other text."""
+    """Yield one for each concept and contradictory text; whitespace is ignored."""
     copies: dict[tuple[str, ...], list[int]] = defaultdict(list)
     for document in np.unique(data.document).tolist():
         copies[tuple(data.texts[document].text.split())].append(document)
     for documents in copies.values():
         if len(documents) > 1:
             known = [_of_tokens(data, document) for document in documents]
-            if len({len(own) for own in known}) > 1:  # other spaces, other tokens
-                known = [_of_text(own) for own in known]
+            if len({len(labels) for labels in known}) > 1:  # other whitespace, other tokens
+                known = [_of_text(labels) for labels in known]
             yield from _between(data, documents, np.stack(known))
 
 
 def _of_tokens(data: Dataset, document: int) -> Known:
-    """What is known of each token of a text `[T, P]`."""
+    """Labels `[T, P]`."""
     known = np.full((len(data.tokens[document]), len(data.concepts)), -1, dtype=np.int8)
     for part in np.flatnonzero(data.document == document):
         known[data.positions[part]] = data.known[part]
@@ -50,14 +47,13 @@ def _of_tokens(data: Dataset, document: int) -> Known:
 
 
 def _of_text(known: Known) -> Known:
-    """What is known of a text `[1, P]`: a concept is in it where it is at one token, and absent where it is at none."""
+    """Labels `[1, P]`: present if at any token, absent if at none."""
     return np.where((known == 1).any(axis=0), 1, np.where((known == 0).all(axis=0), 0, -1)).astype(np.int8)[None]
 
 
 def _between(data: Dataset, documents: Sequence[int], known: Known) -> Iterator[Contradiction]:
-    """Those of the copies of one text, of which `known [N, T, P]`."""
-    unlike = (known == 1).any(axis=0) & (known == 0).any(axis=0)
-    for p in np.flatnonzero(unlike.any(axis=0)):
-        token = int(np.argmax(unlike[:, p]))
-        there, absent = (documents[int(np.argmax(known[:, token, p] == side))] for side in (1, 0))
-        yield Contradiction(data.concepts[p].id, data.texts[there].where, data.texts[absent].where)
+    disagrees = (known == 1).any(axis=0) & (known == 0).any(axis=0)
+    for p in np.flatnonzero(disagrees.any(axis=0)):
+        token = int(np.argmax(disagrees[:, p]))
+        present, absent = (documents[int(np.argmax(known[:, token, p] == side))] for side in (1, 0))
+        yield Contradiction(data.concepts[p].id, data.texts[present].where, data.texts[absent].where)

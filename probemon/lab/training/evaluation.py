@@ -1,8 +1,7 @@
-"""How well scores of parts tell a concept: areas and rates with intervals that keep groups together.
+"""Areas and rates of scores of parts, with intervals by groups.
 
 judged = judge(scores, known, group, seed=0)       # scores [S, P] of the test parts
-judged[0].auroc, judged[0].low, judged[0].high     # by a bootstrap of groups
-judged[0].tpr                                      # {0.01: (.71, .62, .80), 0.001: None}: None where it cannot be told
+judged[0].auroc, judged[0].tpr                     # tpr: {0.01: (.71, .62, .80), 0.001: None}
 """
 
 from __future__ import annotations
@@ -21,15 +20,14 @@ from probemon.lab.training.metrics import auroc_of
 
 RATES = (0.01, 0.001)
 _RESAMPLED = 200
-_FEWEST = 2  # groups of a side from which an interval is taken
+_FEWEST = 2  # groups of a side
 
 
 @dataclass(frozen=True)
 class Judged:
-    """One concept on the test parts: how many, the area under the ROC curve with an interval of 95 %, and shares found.
+    """One concept on the test parts: counts, AUROC with a 95 % bootstrap interval.
 
-    - `tpr`: by false-positive rate, the share of positives over the threshold that this rate of negatives exceeds, with
-      an interval for that threshold (Clopper-Pearson); None where the negatives are too few for one to exceed it.
+    `tpr`: (rate, low, high) by false-positive rate (Clopper-Pearson), None if there are too few negatives.
     """
 
     n_positive: int
@@ -43,27 +41,27 @@ class Judged:
     def as_dict(self) -> dict[str, Any]:
         """Return it as JSON."""
         rates = {
-            f"{rate:g}": None if found is None else dict(zip(("rate", "low", "high"), found, strict=True))
-            for rate, found in self.tpr.items()
+            f"{rate:g}": None if interval is None else dict(zip(("rate", "low", "high"), interval, strict=True))
+            for rate, interval in self.tpr.items()
         }
         numbers = {"n_positive": self.n_positive, "n_negative": self.n_negative, "n_groups": self.n_groups}
         return {**numbers, "auroc": self.auroc, "low": self.low, "high": self.high, "tpr_at_fpr": rates}
 
 
 def judge(scores: Doubles, known: Known, group: Ints, *, seed: int) -> list[Judged]:
-    """Judge each concept on parts `[S, P]`; parts whose score is NaN, or of which nothing is known, are left out."""
+    """Judge each concept on parts `[S, P]`; NaN scores and unknown labels are left out."""
     return [_judged(scores[:, p], known[:, p], group, np.random.default_rng([seed, p])) for p in range(scores.shape[1])]
 
 
 def _judged(scores: Doubles, known: Known, group: Ints, generator: np.random.Generator) -> Judged:
     use = (known >= 0) & ~np.isnan(scores)
     scores, positive = scores[use], known[use] == 1
-    _, of_group = np.unique(group[use], return_inverse=True)
-    n_groups = int(of_group.max()) + 1 if len(of_group) else 0
+    _, group_index = np.unique(group[use], return_inverse=True)
+    n_groups = int(group_index.max()) + 1 if len(group_index) else 0
     n_positive, n_negative = int(positive.sum()), int((~positive).sum())
     if not n_positive or not n_negative:
         return Judged(n_positive, n_negative, n_groups, None, None, None, dict.fromkeys(RATES))
-    areas = [auroc_of(scores[rows], positive[rows]) for rows in _resampled(of_group, positive, generator)]
+    areas = [auroc_of(scores[rows], positive[rows]) for rows in _resampled(group_index, positive, generator)]
     low, high = _middle(areas)
     tpr = {rate: _found_at(scores, positive, rate) for rate in RATES}
     return Judged(n_positive, n_negative, n_groups, auroc_of(scores, positive), low, high, tpr)
@@ -72,23 +70,21 @@ def _judged(scores: Doubles, known: Known, group: Ints, generator: np.random.Gen
 def difference(
     a: Doubles, b: Doubles, known: Known, group: Ints, *, seed: int
 ) -> tuple[float, float | None, float | None]:
-    """Return how much larger the area of scores a `[S]` is than that of b, on the same parts, and its interval of 95 %
-    by a bootstrap of groups; NaN where either says nothing.
-    """
+    """Return AUROC of scores a `[S]` minus that of b, with a 95 % bootstrap interval; NaN without both sides."""
     use = (known >= 0) & ~np.isnan(a) & ~np.isnan(b)
     a, b, positive = a[use], b[use], known[use] == 1
     if positive.all() or not positive.any():
         return float("nan"), None, None
-    _, of_group = np.unique(group[use], return_inverse=True)
-    found = []
-    for rows in _resampled(of_group, positive, np.random.default_rng(seed)):
-        found.append(auroc_of(a[rows], positive[rows]) - auroc_of(b[rows], positive[rows]))
+    _, group_index = np.unique(group[use], return_inverse=True)
+    differences = []
+    for rows in _resampled(group_index, positive, np.random.default_rng(seed)):
+        differences.append(auroc_of(a[rows], positive[rows]) - auroc_of(b[rows], positive[rows]))
     value = auroc_of(a, positive) - auroc_of(b, positive)
-    return (value, *_middle(found))
+    return (value, *_middle(differences))
 
 
 def _resampled(group: Ints, positive: np.ndarray, generator: np.random.Generator) -> Iterator[Ints]:
-    """Yield rows of resampled groups; none where a side has too few groups."""
+    """Yield rows of resampled groups; none if a side has too few."""
     n_groups = int(group.max()) + 1
     if min(len(np.unique(group[positive])), len(np.unique(group[~positive]))) < _FEWEST:
         return
@@ -98,19 +94,19 @@ def _resampled(group: Ints, positive: np.ndarray, generator: np.random.Generator
 
 
 def _middle(values: Sequence[float]) -> tuple[float | None, float | None]:
-    found = np.asarray(values, dtype=np.float64)
-    found = found[~np.isnan(found)]
-    if not len(found):
+    finite = np.asarray(values, dtype=np.float64)
+    finite = finite[~np.isnan(finite)]
+    if not len(finite):
         return None, None
-    low, high = np.quantile(found, [0.025, 0.975])
+    low, high = np.quantile(finite, [0.025, 0.975])
     return float(low), float(high)
 
 
 def _found_at(scores: Doubles, positive: np.ndarray, rate: float) -> tuple[float, float, float] | None:
     negatives = np.sort(scores[~positive])[::-1]
     allowed = int(rate * len(negatives))
-    if not allowed:  # the highest of them would set the threshold, and say nothing of this rate
+    if not allowed:  # too few negatives for this rate
         return None
-    found, n = int((scores[positive] > negatives[allowed]).sum()), int(positive.sum())
-    low, high = clopper_pearson(found, n)
-    return found / n, float(low), float(high)
+    n_detected, n = int((scores[positive] > negatives[allowed]).sum()), int(positive.sum())
+    low, high = clopper_pearson(n_detected, n)
+    return n_detected / n, float(low), float(high)

@@ -1,10 +1,4 @@
-"""Reads the rows of files of examples: JSON lines, tables of texts, parquet, YAML.
-
-    for where, row in read_rows(["mails.jsonl", "concepts.yaml"]): ...    # where: "mails.jsonl, line 3"
-
-What a row says is not asked here, but for what its kind of file makes of it: a cell with several labels, a list of
-concepts.
-"""
+"""Reads rows of example files: JSON lines, tables, parquet, YAML."""
 
 from __future__ import annotations
 
@@ -34,8 +28,8 @@ from probemon.util.strict_json import RepeatedKey, loads
 from probemon.util.yaml_text import read_yaml
 
 _JSON, _TABLES, _YAML = (".jsonl", ".ndjson", ".json"), (".csv", ".tsv"), (".yaml", ".yml")
-_LONGEST_CELL = 1 << 30  # the reader's own limit is a page or two of many
-_LIST_SEPARATOR, _LISTS = ";", ("label", "labels", "not")  # of a cell of a table
+_LONGEST_CELL = 1 << 30  # csv's default is too low for long texts
+_LIST_SEPARATOR, _LISTS = ";", ("label", "labels", "not")  # in cells of a table
 Source = str | os.PathLike[str] | Iterable[Mapping[str, Any]]
 
 
@@ -86,13 +80,13 @@ def _of_file(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
     except UnicodeDecodeError as error:
         raise TrainingError(f"{path.name} is not UTF-8: {error.reason} at byte {error.start}") from None
     except csv.Error as error:
-        raise TrainingError(f"{path.name} is no table of texts ({error}): is a quote left open?") from None
+        raise TrainingError(f"{path.name} is not a table of texts ({error}): is a quote left open?") from None
     except OSError as error:
         raise TrainingError(f"{path} cannot be read: {error.strerror or error}") from error
 
 
 def _check_kind(path: Path, suffix: str) -> None:
-    """Raise `TrainingError` for a file that is of another kind than its name says, and names the remedy."""
+    """Raise `TrainingError` for a file of another kind than its suffix."""
     with path.open("rb") as stream:
         begin = stream.read(BEGIN_BYTES)
     if suffix == ".tgz" or path.name.lower().endswith(".tar.gz"):
@@ -100,21 +94,21 @@ def _check_kind(path: Path, suffix: str) -> None:
     if suffix == ".gz":
         raise TrainingError(f"{path.name} is compressed by gzip: decompress it (gunzip -k {path.name})")
     if suffix == ".parquet":
-        return  # whose reader says what is wrong
+        return  # its reader reports errors
     if suffix in _JSON and is_spread_json(begin):
         raise TrainingError(f"{path.name} is {ONE_OBJECT}")
     if suffix == ".json" and without_mark(begin).startswith(b"["):
         raise TrainingError(f"{path.name} is {ONE_ARRAY}")
     if kind := kind_of(path):
         remedy = remedy_of(kind) or "write its rows as .jsonl"
-        raise TrainingError(f"{path.name} is {kind}, and no table of texts: {remedy}")
+        raise TrainingError(f"{path.name} is {kind}, not a table of texts: {remedy}")
 
 
 def _no_such_file(path: Path) -> str:
     if path.is_symlink():
         return f"{path} is a link that leads nowhere: mend it, or give the file itself"
-    beside = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
-    near = difflib.get_close_matches(path.name, beside, n=1)
+    siblings = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
+    near = difflib.get_close_matches(path.name, siblings, n=1)
     return f"no such file: {path}{f', did you mean {path.parent / near[0]}?' if near else ''}"
 
 
@@ -128,7 +122,7 @@ def _json_lines(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
                 except UnicodeEncodeError as error:
                     half = ascii(error.object[error.start])[1:-1]
                     raise TrainingError(
-                        f"{where} holds {half}, half of a pair of surrogates, which is no character: write both halves,"
+                        f"{where} has {half}, half of a surrogate pair, which is not a character: write both halves,"
                         " or leave it out"
                     ) from None
                 except RepeatedKey as error:
@@ -136,7 +130,7 @@ def _json_lines(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
                 except RecursionError:
                     raise TrainingError(f"{where} is nested too deeply: give one object a line") from None
                 except ValueError as error:
-                    raise TrainingError(f"{where} is no JSON ({error}): give one object a line") from None
+                    raise TrainingError(f"{where} is not JSON ({error}): give one object a line") from None
                 yield _mapping(value, where)
 
 
@@ -157,14 +151,14 @@ def _parquet(path: Path) -> Iterator[dict[str, Any]]:
     try:
         file = arrow.parquet.ParquetFile(path)
     except arrow.ArrowInvalid as error:
-        raise TrainingError(f"{path.name} is no parquet: {first_sentence(error)}") from None
+        raise TrainingError(f"{path.name} is not parquet: {first_sentence(error)}") from None
     _check_columns(file.schema_arrow.names, path.name)
     for batch in file.iter_batches(1024):
         try:
             rows = batch.to_pylist()
-        except UnicodeDecodeError:  # which is told beside those of other files
+        except UnicodeDecodeError:  # reported by the caller
             raise
-        except (ValueError, OverflowError) as error:  # a date after the year 9999, an unknown time zone
+        except (ValueError, OverflowError) as error:  # such as a date after the year 9999, or an unknown time zone
             raise TrainingError(
                 f"{path.name} holds values that cannot be read ({first_sentence(error)}): leave such columns out"
             ) from None
@@ -172,13 +166,13 @@ def _parquet(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def _check_columns(names: Sequence[str], where: str) -> None:
-    twice = [name for name, n in Counter(names).items() if n > 1]
-    if twice:
-        raise TrainingError(f"{where} has two columns {twice[0]!r}: rename one")
+    duplicates = [name for name, n in Counter(names).items() if n > 1]
+    if duplicates:
+        raise TrainingError(f"{where} has two columns {duplicates[0]!r}: rename one")
 
 
 def _of_cells(row: Mapping[str | None, Any], where: str) -> dict[str, Any]:
-    """A row of a table of texts: lists are separated, what is empty is not there."""
+    """A row of a table, with lists split and empty cells removed."""
     if None in row or any(value is None for value in row.values()):
         raise TrainingError(f"{where} has more or fewer cells than the header: quote texts that hold separators")
     cells = {str(key): value for key, value in row.items() if value != "" or key in _LISTS}
@@ -186,7 +180,7 @@ def _of_cells(row: Mapping[str | None, Any], where: str) -> dict[str, Any]:
 
 
 def _lists(row: Mapping[str, Any]) -> dict[str, list[str]]:
-    """Of a row of a table the cells that hold labels, taken apart."""
+    """The cells with labels, split."""
     return {
         key: [part.strip() for part in row[key].split(_LIST_SEPARATOR) if part.strip()]
         for key in _LISTS

@@ -1,24 +1,21 @@
-"""Reads what probes are trained on: labelled texts, pairs, character spans, chats, concepts with examples.
+"""Reads training examples.
 
     examples = read_examples(["mails.jsonl", "concepts.yaml"])      # or an iterable of dicts
     examples.concepts["spam"].parents, examples.texts[0].labels     # {"spam": True}
 
-A row is one of these; other fields of it are left alone:
+Kinds of rows; other fields are ignored:
 
-- `{"text": "...", "labels": ["spam"], "not": ["sells"]}`: what the whole text is, and what it is not. A concept in
-  neither is unknown, which is not the same as absent; with `exclusive` it is absent.
+- `{"text": "...", "labels": ["spam"], "not": ["sells"]}`: a text. Unlisted concepts are unknown; with `exclusive`,
+  absent.
 - `{"positive": "...", "negative": "...", "concept": "spam"}`: two texts that differ in the concept.
-- `{"text": "...", "spans": [{"start": 4, "end": 9, "concept": "whale"}]}`: characters of the text. Its other tokens are
-  without the concepts of its spans, or unknown where `"rest"` is `"unknown"`.
-- `{"messages": [...], "labels": [...]}`: a chat of OpenAI's form (with `tools`, where it has some), in the host's own
-  template; the labels are of the turns trained on.
-- in YAML, a list of concepts: `id`, `name`, `definition`, `parents`, `examples`, `counterexamples`. Its examples are
-  without the concepts beside it: those that share a parent, or without parents all others that have none.
+- `{"text": "...", "spans": [{"start": 4, "end": 9, "concept": "whale"}]}`: characters of a text. Elsewhere the concepts
+  are absent, or unknown if `"rest"` is `"unknown"`.
+- `{"messages": [...], "labels": [...]}`: a chat in OpenAI's form (also `tools`); the labels are of the trained turns.
+- in YAML, concepts: `id`, `name`, `definition`, `parents`, `examples`, `counterexamples`. Examples are without the
+  sibling concepts.
 
-A text with a concept is one with all above it, a text without one is without all below it.
-
-`"group"` holds together what must not be trained on and tested on both: an author, a document, a template. JSON lines,
-CSV (labels separated by ";"), parquet and YAML are read. A row that is wrong is an error that names it.
+A text with a concept also has its ancestors; one without it has none of its descendants. A `"group"` (author, document,
+template) is not split. Files: JSON lines, CSV (labels separated by ";"), parquet, YAML.
 """
 
 from __future__ import annotations
@@ -46,10 +43,10 @@ RESTS = ("negative", "unknown")
 ROLES = ("user", "assistant", "system", "developer", "tool")
 _CONCEPT_KEYS = {"id", "name", "definition", "parents", "examples", "counterexamples"}
 _ROW_KEYS = ("text", "label", "labels", "not", "group", "spans", "rest", "messages", "positive", "negative", "concept")
-_INSTRUCT = ("system", "developer")  # roles of what many chats begin with
-_NO_NAMES = {"0", "1", "true", "false", "yes", "no"}  # of concepts
+_INSTRUCT = ("system", "developer")
+_NO_NAMES = {"0", "1", "true", "false", "yes", "no"}  # not names of concepts
 _SPAN_KEYS = {"start", "end", "concept", "is"}
-# Fields of one kind of row, and those that would say something else beside them and be left out.
+# Fields that contradict each other.
 _ALONE = {
     "positive": ("text", "messages", "spans", "rest", "label", "labels", "not"),
     "messages": ("text", "spans", "rest"),
@@ -58,7 +55,7 @@ _ALONE = {
 
 @dataclass(frozen=True)
 class Concept:
-    """A concept by its id, with what people call it and the ids of those above it."""
+    """A concept: id, display name, ids of its parents."""
 
     id: str
     name: str
@@ -68,7 +65,7 @@ class Concept:
 
 @dataclass(frozen=True)
 class Span:
-    """Characters `start` to `end` of a text that are of a concept, or (`positive` False) are not."""
+    """Characters `start` to `end` of a text with a concept, or (`positive` False) without."""
 
     start: int
     end: int
@@ -78,16 +75,15 @@ class Span:
 
 @dataclass(frozen=True)
 class Example:
-    """A text, or a chat, and what is known of it.
+    """A text or chat with its labels.
 
-    - `where`: its file and row, for messages.
-    - `labels`: concepts of all of it that counts, True or False; what is not there is unknown.
-    - `spans`, `rest`: of its characters, and what the others are: "negative" or "unknown".
-    - `outside`: by concept, what is absent outside of all its spans: itself and what is below it.
-    - `group`: what it belongs to; None where it says nothing.
-    - `of_concept`: it is an example that a concept gives of itself.
-    - `generated`: the model wrote it.
-    - `tools`: of a chat, those that its template is told.
+    - `where`: file and row.
+    - `labels`: concepts of all counted tokens; others are unknown.
+    - `spans`, `rest`: labels of characters; "negative" or "unknown".
+    - `outside`: by concept, the ids absent outside of its spans.
+    - `of_concept`: given by a concept.
+    - `generated`: written by the model.
+    - `tools`: for the chat template.
     """
 
     where: str
@@ -104,12 +100,12 @@ class Example:
 
     @property
     def content(self) -> str:
-        """What it says, by which copies are found: of a chat the turns, without what every chat begins with."""
+        """Its text for finding copies, without instructions of a chat."""
         return self.text or "\n".join(turn["content"] for turn in self.messages if turn["role"] not in _INSTRUCT)
 
     @property
     def named(self) -> Iterator[str]:
-        """The concepts that it names."""
+        """Its concepts."""
         yield from self.labels
         for span in self.spans:
             yield span.concept
@@ -117,29 +113,27 @@ class Example:
 
 @dataclass(frozen=True)
 class Examples:
-    """Concepts by id in the order of their first mention, those of YAML first; `above`, the ids above each; and the
-    examples of them, with all that follows from the hierarchy.
-    """
+    """Concepts by id; `above`, the ids above each; and examples completed by the hierarchy."""
 
     concepts: Mapping[str, Concept]
     above: Mapping[str, frozenset[str]]
     texts: tuple[Example, ...]
 
     def known(self) -> npt.NDArray[np.int8]:
-        """Return what is known of each text `[N, P]`: 1 where a concept is in it, 0 where it is not, -1 unknown."""
+        """Return labels `[N, P]` of each text: 1 present, 0 absent, -1 unknown."""
         known = np.full((len(self.texts), len(self.concepts)), -1, dtype=np.int8)
         place = {id: p for p, id in enumerate(self.concepts)}
         for row, example in zip(known, self.texts, strict=True):
             for span in example.spans:
                 row[place[span.concept]] = max(row[place[span.concept]], int(span.positive))
-            for id, there in example.labels.items():
-                row[place[id]] = max(row[place[id]], int(there))
+            for id, present in example.labels.items():
+                row[place[id]] = max(row[place[id]], int(present))
         return known
 
     def extended(self, more: Iterable[Example]) -> Examples:
-        """Return these and more examples of the same concepts, with all that follows from the hierarchy."""
-        follows, beside = _follows(self.above), _beside(self.concepts)
-        closed = (_closed(example, self.concepts, follows, beside, exclusive=False) for example in more)
+        """Return these and more examples of the same concepts."""
+        follows, siblings = _follows(self.above), _beside(self.concepts)
+        closed = (_closed(example, self.concepts, follows, siblings, exclusive=False) for example in more)
         return replace(self, texts=(*self.texts, *closed))
 
 
@@ -151,34 +145,32 @@ def read_examples(
     labelled: bool = True,
     like: Examples | None = None,
 ) -> Examples:
-    """Read the examples of files, or of an iterable of dicts.
+    """Read examples of files, or of an iterable of dicts. Raises `TrainingError`.
 
-    - `exclusive`: a text has its labels and no other concept
-    - `text_field`: the name of the text in rows, whatever else they have
-    - `labelled`: whether something has to be known of each text
-    - `like`: examples whose concepts and hierarchy these have, whatever they say themselves
-
-    Raises `TrainingError`.
+    - `exclusive`: a text has no other concepts than its labels
+    - `text_field`: field of the text
+    - `labelled`: require labels
+    - `like`: use the concepts and hierarchy of these examples
     """
     declared: dict[str, Concept] = {}
-    here: set[str] = set()
+    declared_here: set[str] = set()
     texts: list[Example] = []
     if like is not None:
         declared.update(like.concepts)
-    for where, given in read_rows(sources):
-        row = {key: value for key, value in given.items() if not _is_missing(value)}
+    for where, raw in read_rows(sources):
+        row = {key: value for key, value in raw.items() if not _is_missing(value)}
         if text_field in row:
             row["text"] = row.pop(text_field)
         elif "text" in row:
-            raise TrainingError(f"{where} has no {text_field!r}, from which texts are to be read (--text-field)")
+            raise TrainingError(f"{where} has no {text_field!r}, the field of the text (--text-field)")
         if not {"text", "messages", "positive"} & set(row) and {"examples", "definition"} & set(row):
-            concept, of_concept = _concept(row, where)
-            if concept.id in here:
+            concept, concept_examples = _concept(row, where)
+            if concept.id in declared_here:
                 raise TrainingError(f"{where}: the concept {concept.id!r} is there twice")
-            here.add(concept.id)
+            declared_here.add(concept.id)
             if like is None:
                 declared[concept.id] = concept
-            texts += of_concept
+            texts += concept_examples
         else:
             texts += _example(row, where)
     concepts = dict(declared)
@@ -196,38 +188,37 @@ def read_examples(
         _check_named(texts, concepts)
         if not exclusive:
             _check_known(texts)
-    follows, beside = _follows(above), _beside(concepts)
-    closed = tuple(_closed(example, concepts, follows, beside, exclusive) for example in texts)
+    follows, siblings = _follows(above), _beside(concepts)
+    closed = tuple(_closed(example, concepts, follows, siblings, exclusive) for example in texts)
     _check_of_concepts(closed)
     return Examples(concepts, above, closed)
 
 
 def _check_concept(concept: Concept) -> None:
-    """Raise `TrainingError`, before any work is done, for what no pack can hold."""
     for text in (concept.id, concept.name):
         if CONTROL.search(text):
             raise TrainingError(
                 f"a concept is called {ascii(text)[:100]}: give a text without control characters, on which a terminal"
                 " would act"
             )
-    twice = [parent for parent, n in Counter(concept.parents).items() if n > 1]
-    if twice:
-        raise TrainingError(f"the concept {concept.id!r} has the parent {twice[0]!r} twice: give it once")
+    duplicates = [parent for parent, n in Counter(concept.parents).items() if n > 1]
+    if duplicates:
+        raise TrainingError(f"the concept {concept.id!r} has the parent {duplicates[0]!r} twice: give it once")
 
 
 def _above(concepts: Mapping[str, Concept]) -> dict[str, frozenset[str]]:
-    """Return the ids above each concept. Raises `TrainingError` for parents that are not there, and for a circle."""
+    """Return the ids above each concept. Raises `TrainingError`."""
     for id, concept in concepts.items():
         for parent in concept.parents:
             if parent not in concepts:
-                raise TrainingError(f"the concept {id!r} has the parent {parent!r}, of which nothing is said")
+                raise TrainingError(f"the concept {id!r} has the parent {parent!r}, which is not declared")
     above: dict[str, frozenset[str]] = {}
     try:
         for id in TopologicalSorter({id: concept.parents for id, concept in concepts.items()}).static_order():
             parents = concepts[id].parents
             above[id] = frozenset(parents).union(*(above[parent] for parent in parents))
     except CycleError as error:
-        circle = error.args[1][:0:-1]  # without the first, which is the last, too; from below to above
+        circle = error.args[1][:0:-1]  # from below to above
         first = circle.index(min(circle))
         shown = [*circle[first:], *circle[:first], circle[first]]
         raise TrainingError(f"parents go in a circle: {' < '.join(shown)}") from None
@@ -238,58 +229,58 @@ def _closed(
     example: Example,
     concepts: Mapping[str, Concept],
     follows: Mapping[bool, Mapping[str, Sequence[str]]],
-    beside: Mapping[str, frozenset[str]],
+    siblings: Mapping[str, frozenset[str]],
     exclusive: bool,
 ) -> Example:
-    """Return an example with all that follows from what it says: what is above a concept is there with it, what is
-    below one is absent with it, and where it is of one concept alone, so are those beside that.
-    """
+    """Return an example completed by the hierarchy."""
     spans = tuple(
         Span(span.start, span.end, id, span.positive)
         for span in example.spans
         for id in follows[span.positive][span.concept]
     )
-    # Of what is above a span's concept nothing is said outside: a text of a whale may have other animals.
-    of_spans = dict.fromkeys(span.concept for span in example.spans if span.positive)
-    outside = {id: follows[False][id] for id in of_spans} if example.rest == "negative" else {}
+    # Ancestors stay unknown outside: a text of a whale may have other animals.
+    span_concepts = dict.fromkeys(span.concept for span in example.spans if span.positive)
+    outside = {id: follows[False][id] for id in span_concepts} if example.rest == "negative" else {}
     labels: dict[str, bool] = {}
-    for id, known in example.labels.items():
-        for other in follows[known][id]:
-            if labels.setdefault(other, known) != known:
+    for id, is_present in example.labels.items():
+        for other in follows[is_present][id]:
+            if labels.setdefault(other, is_present) != is_present:
                 raise TrainingError(
                     f"{example.where}: {other!r} is there and absent at once, by {id!r} and what is above or below it"
                 )
-    there = {id for id, known in labels.items() if known} | {span.concept for span in spans if span.positive}
+    present = {id for id, is_present in labels.items() if is_present} | {
+        span.concept for span in spans if span.positive
+    }
     denied: Iterable[str] = ()
     if exclusive and not example.spans:
         denied = concepts
     elif example.of_concept:
-        others = frozenset[str]().union(*(beside[id] for id in there))
+        others = frozenset[str]().union(*(siblings[id] for id in present))
         denied = [id for id in concepts if id in others]
     for id in denied:
-        if id not in there:
+        if id not in present:
             for other in follows[False][id]:
-                if other not in there:
+                if other not in present:
                     labels.setdefault(other, False)
     return replace(example, labels=labels, spans=spans, outside=outside)
 
 
 def _beside(concepts: Mapping[str, Concept]) -> dict[str, frozenset[str]]:
-    """Return those that share a parent with each concept, itself among them; of one without parents all such."""
+    """Return each concept with its siblings; concepts without parents are siblings."""
     families: dict[str | None, set[str]] = {}
     for id, concept in concepts.items():
         for parent in concept.parents or (None,):
             families.setdefault(parent, set()).add(id)
     shared = {parent: frozenset(family) for parent, family in families.items()}
-    found: dict[str, frozenset[str]] = {}
+    siblings: dict[str, frozenset[str]] = {}
     for id, concept in concepts.items():
         first, *others = (shared[parent] for parent in concept.parents or (None,))
-        found[id] = first.union(*others) if others else first  # of thousands side by side not a copy each
-    return found
+        siblings[id] = first.union(*others) if others else first  # avoids thousands of copies
+    return siblings
 
 
 def _follows(above: Mapping[str, frozenset[str]]) -> dict[bool, dict[str, list[str]]]:
-    """Return what is there with each concept (True: it and what is above it), and what is absent with it (False)."""
+    """Return the concepts present (True: ancestors) and absent (False: descendants) with each."""
     below: dict[str, list[str]] = {id: [] for id in above}
     for id, ancestors in above.items():
         for ancestor in ancestors:
@@ -301,7 +292,6 @@ def _follows(above: Mapping[str, frozenset[str]]) -> dict[bool, dict[str, list[s
 
 
 def _check_named(texts: Sequence[Example], concepts: Mapping[str, Concept]) -> None:
-    """Raise `TrainingError` for examples without a concept: there is nothing to train, whatever is exclusive."""
     if not concepts:
         raise TrainingError(
             f"no row names a concept ({counted(len(texts), 'row')}, the first is {texts[0].where}): give rows 'labels',"
@@ -310,19 +300,18 @@ def _check_named(texts: Sequence[Example], concepts: Mapping[str, Concept]) -> N
 
 
 def _check_known(texts: Sequence[Example]) -> None:
-    """A text of which nothing is known would be left out in silence."""
-    silent = [example.where for example in texts if not example.labels and not example.spans]
-    if silent:
-        more = f" (and of {len(silent) - 1} more)" if silent[1:] else ""
+    unlabelled = [example.where for example in texts if not example.labels and not example.spans]
+    if unlabelled:
+        others = f" (and of {len(unlabelled) - 1} more)" if unlabelled[1:] else ""
         raise TrainingError(
-            f"{silent[0]}: nothing is known of this text{more}: a concept that is not in"
+            f"{unlabelled[0]}: nothing is known of this text{others}: a concept that is not in"
             " 'labels' is unknown, not absent. List it in 'not', or say that labels are exclusive (--exclusive): then a"
             " text has what it lists and nothing else"
         )
 
 
 def _check_of_concepts(texts: Sequence[Example]) -> None:
-    """Raise `TrainingError` for a text that concepts give twice, once of a concept and once not of it."""
+    """Raise `TrainingError` for a text that is both an example and a counterexample."""
     first: dict[str, Example] = {}
     for example in texts:
         other = first.setdefault(" ".join(example.text.split()), example) if example.of_concept else example
@@ -330,11 +319,11 @@ def _check_of_concepts(texts: Sequence[Example]) -> None:
             if other.labels.get(id, example.labels[id]) != example.labels[id]:
                 raise TrainingError(
                     f"{example.where} and {other.where} are one text, of {id!r} and not of it: an example of a concept"
-                    " is without those beside it. Give it once, as a text with 'labels'"
+                    " is without its siblings. Give it once, as a text with 'labels'"
                 )
 
 
-# -- what a row says -----------------------------------------------------------------------------
+# Rows
 
 
 def _concept(row: Mapping[str, Any], where: str) -> tuple[Concept, list[Example]]:
@@ -358,28 +347,27 @@ def _concept(row: Mapping[str, Any], where: str) -> tuple[Concept, list[Example]
 
 
 def _is_missing(value: Any) -> bool:
-    """What files have where nothing is: null, or no number."""
     return value is None or (isinstance(value, float) and math.isnan(value))
 
 
 def _check_keys(row: Mapping[str, Any], where: str) -> None:
-    """Raise `TrainingError` for a field that is nearly one of ours, or has no place beside another: it would be left
-    out in silence.
-    """
+    """Raise `TrainingError` for misspelt or conflicting fields."""
     for kind, others in _ALONE.items():
-        beside = [key for key in others if row.get(key)]
-        if kind in row and beside:
-            raise TrainingError(f"{where} has {kind!r} and {beside[0]!r}, which say different things: give one of them")
+        conflicts = [key for key in others if row.get(key)]
+        if kind in row and conflicts:
+            raise TrainingError(
+                f"{where} has {kind!r} and {conflicts[0]!r}, which say different things: give one of them"
+            )
     if row.get("label") and row.get("labels"):
         raise TrainingError(f"{where} has 'label' and 'labels': give one of them")
     if "concept" in row and "positive" not in row:
         raise TrainingError(f"{where} has 'concept', which is for pairs: write it into 'labels', or into 'not'")
     for key in set(row) - set(_ROW_KEYS):
         if key.strip().casefold() in _ROW_KEYS:
-            raise TrainingError(f"{where} has {key!r}, which says nothing here: write {key.strip().casefold()!r}")
+            raise TrainingError(f"{where} has {key!r}, which is not a field: write {key.strip().casefold()!r}")
         near = ["labels"] if key == "concepts" else difflib.get_close_matches(key, _ROW_KEYS, n=1, cutoff=0.85)
         if near and len(near[0]) > 4 and near[0] not in row:
-            raise TrainingError(f"{where} has {key!r}, which says nothing here: did you mean {near[0]!r}?")
+            raise TrainingError(f"{where} has {key!r}, which is not a field: did you mean {near[0]!r}?")
 
 
 def _example(row: Mapping[str, Any], where: str) -> list[Example]:
@@ -390,10 +378,10 @@ def _example(row: Mapping[str, Any], where: str) -> list[Example]:
         sides = {side: _text(row, side, where) for side in ("positive", "negative")}
         if sides["positive"].split() == sides["negative"].split():
             raise TrainingError(f"{where}: both texts of the pair are the same, so it shows nothing of {concept!r}")
-        # By what it says: rows of two files may be called the same.
-        own = hashlib.sha256("\0".join(sides.values()).encode("utf-8", "surrogatepass")).hexdigest()
+        # By content, because file names may repeat.
+        digest = hashlib.sha256("\0".join(sides.values()).encode("utf-8", "surrogatepass")).hexdigest()
         return [
-            Example(where, text, labels={concept: side == "positive"}, group=group or f"pair {own}")
+            Example(where, text, labels={concept: side == "positive"}, group=group or f"pair {digest}")
             for side, text in sides.items()
         ]
     labels = _labels(row, where)
@@ -414,10 +402,10 @@ def _example(row: Mapping[str, Any], where: str) -> list[Example]:
 
 
 def group_of(value: Any) -> str | None:
-    """Return the group that a row names, None where it names none."""
+    """Return the group of a row, or None."""
     if _is_missing(value):
         return None
-    # Where a column of numbers has gaps, tables make 1.0 of the 1 that another file has.
+    # Tables turn 1 into 1.0 if a column of numbers has gaps.
     whole = isinstance(value, float) and value.is_integer()
     return str(int(value) if whole else value).strip() or None
 
@@ -426,19 +414,19 @@ def _labels(row: Mapping[str, Any], where: str) -> dict[str, bool]:
     positive = row.get("labels", row.get("label", []))
     if isinstance(positive, Mapping):
         if row.get("not"):
-            raise TrainingError(f"{where}: 'labels' says itself what is false, so 'not' has no place beside it")
+            raise TrainingError(f"{where}: 'labels' has false values already, so leave 'not' out")
         if not all(isinstance(value, bool) for value in positive.values()):
             raise TrainingError(f"{where}: 'labels' has a value that is neither true nor false")
         return {_id(str(id), where): bool(value) for id, value in positive.items()}
     sides = []
     for side, name in ((positive, "labels"), (row.get("not", []), "not")):
-        if isinstance(side, str) and ";" in side:  # what takes apart the cells of a table would be one concept here
+        if isinstance(side, str) and ";" in side:
             raise TrainingError(f"{where}: {name!r} is {side!r:.80}: give a list, [...], of concepts")
-        given = _texts([str(side)] if isinstance(side, (str, int)) else side, name, where)
-        sides.append([_id(id, where) for id in given])
-    both = sorted(set(sides[0]) & set(sides[1]))
-    if both:
-        raise TrainingError(f"{where}: {both[0]!r} is in 'labels' and in 'not'")
+        ids = _texts([str(side)] if isinstance(side, (str, int)) else side, name, where)
+        sides.append([_id(id, where) for id in ids])
+    contradictory = sorted(set(sides[0]) & set(sides[1]))
+    if contradictory:
+        raise TrainingError(f"{where}: {contradictory[0]!r} is in 'labels' and in 'not'")
     return {**dict.fromkeys(sides[0], True), **dict.fromkeys(sides[1], False)}
 
 
@@ -446,8 +434,8 @@ def _id(text: str, where: str) -> str:
     id = text.strip()
     if id.casefold() in _NO_NAMES:
         raise TrainingError(
-            f"{where}: {id!r} names no concept: write a concept's name into 'labels' where it is there, and into 'not'"
-            " where it is not"
+            f"{where}: {id!r} names no concept: write a concept's name into 'labels' if it is there, and into 'not'"
+            " if it is not"
         )
     return id
 
@@ -463,7 +451,7 @@ def _messages(value: Any, where: str) -> tuple[Mapping[str, Any], ...]:
 def _span(value: Any, text: str, where: str) -> Span:
     n_chars = len(text)
     if not isinstance(value, Mapping) or set(value) - _SPAN_KEYS:
-        raise TrainingError(f"{where}: a span has 'start', 'end' and 'concept', and 'is': false where it is not of it")
+        raise TrainingError(f"{where}: a span has 'start', 'end' and 'concept', and 'is': false if it is not of it")
     start, end, positive = value.get("start"), value.get("end"), value.get("is", True)
     if not isinstance(start, int) or not isinstance(end, int) or not 0 <= start < end <= n_chars:
         raise TrainingError(f"{where}: a span is from {start!r} to {end!r} of {n_chars} characters")
@@ -471,7 +459,7 @@ def _span(value: Any, text: str, where: str) -> Span:
         raise TrainingError(f"{where}: 'is' of a span is {positive!r}: give true or false")
     if not text[start:end].strip():
         raise TrainingError(f"{where}: the span from {start} to {end} holds nothing but space")
-    # A space at its end is of the next word's token.
+    # A space at the end belongs to the next word's token.
     start, end = end - len(text[start:end].lstrip()), start + len(text[start:end].rstrip())
     return Span(start, end, _id(_text(value, "concept", where), where), positive)
 

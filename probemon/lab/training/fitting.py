@@ -1,9 +1,7 @@
-"""Fits the probes of one site on rows of states: penalties by validation, probes by every method.
+"""Fits the probes of one site on rows of states.
 
-    rows = Rows.of(store, data, site, which, spec, dtype, most_bytes=..., seed=0)     # x standardised, part, ...
-    linear = fit_linear(rows, l2)                           # {"w1" [P, 1, D], "b1" [P, 1]}, of standardised states
-
-A child of a hierarchy learns, among what its parents are, what is of it: see `Dataset.learnt`.
+rows = TrainingRows.of(states, part_of_row, use, spec, dtype, most_bytes=..., seed=0)
+linear = fit_linear(rows, targets, l2)                  # {"w1" [P, 1, D], "b1" [P, 1]}
 """
 
 from __future__ import annotations
@@ -29,15 +27,13 @@ from probemon.lab.training.standard import Standard, Weights
 from probemon.lab.training.state_store import SiteStates, StateStore
 
 METHODS = ("auto", "logistic", "watched", "joint", "mlp", "mass_mean", "lda")
-BESIDE = ("logistic", "mass_mean", "lda")  # are always fitted, too
+BESIDE = ("logistic", "mass_mean", "lda")  # always fitted
 _CHUNK = 1 << 15
 
 
 @dataclass(frozen=True)
 class TrainingRows:
-    """Standardised states `x [N, D]` fp32 of parts of texts: `part [N]` of each, `row [N]` in the store; drawn
-    from `n_of` rows.
-    """
+    """Standardised states `x [N, D]` fp32; `part [N]`, and `row [N]` in the store; drawn from `n_of` rows."""
 
     x: Tensor
     part: Tensor
@@ -57,7 +53,7 @@ class TrainingRows:
         most_bytes: int,
         seed: int,
     ) -> TrainingRows:
-        """Take rows of the parts in `use [S]`, at most so many bytes of them: drawn, each as likely."""
+        """Take rows of the parts in `use [S]`, evenly drawn to fit `most_bytes`."""
         row = torch.from_numpy(np.flatnonzero(use[part_of_row.numpy()]))
         n_of, most = len(row), max(1, most_bytes // (4 * states.shape[1]))
         if n_of > most:
@@ -68,17 +64,16 @@ class TrainingRows:
         return cls(x.sub_(standard.mean).div_(standard.scale), part_of_row[row], row, standard, n_of)
 
     def only(self, use: Mask) -> TrainingRows:
-        """Return those of the parts in `use [S]`; standardised as before."""
+        """Return the rows of parts in `use [S]`, standardised as before."""
         chosen = torch.from_numpy(use)[self.part]
         return TrainingRows(self.x[chosen], self.part[chosen], self.row[chosen], self.standard, self.n_of)
 
 
 @dataclass(frozen=True)
 class Fitted:
-    """Probes as they are written, and those of the other methods at the same sites; `method` of the first, `areas` of
-    the kinds that it was chosen from.
+    """The probes to write, and those of other methods; `areas` of the candidates.
 
-    `learnt_from`: how many tokens they learnt from, and of how many that train; at the site with the fewest.
+    `learnt_from`: tokens used, and available.
     """
 
     method: str
@@ -93,13 +88,13 @@ class Fitted:
 
 
 def prepared(states: SiteStates, row: Tensor, spec: InputSpec, dtype: torch.dtype) -> Tensor:
-    """Return what probes read of these rows `[n, D]`, fp32. Raises `TrainingError` for states that are no numbers."""
+    """Return rows `[n, D]` as probes read them, fp32. Raises `TrainingError`."""
     x = torch.empty(len(row), states.shape[1])
     for begin in range(0, len(row), _CHUNK):
         x[begin : begin + _CHUNK] = prepare_input(states[row[begin : begin + _CHUNK]], spec, dtype).float()
     if not bool(x.isfinite().all()):
         raise TrainingError(
-            f"{int((~x.isfinite()).any(1).sum())} of {len(x)} states at {spec.site} are no numbers in"
+            f"{int((~x.isfinite()).any(1).sum())} of {len(x)} states at {spec.site} are not finite in"
             f" {str(dtype).removeprefix('torch.')}: choose other layers, or load the model in another precision"
         )
     return x
@@ -111,7 +106,7 @@ def row_parts(data: Dataset, store: StateStore) -> Tensor:
 
 
 def balanced(known: Known, background: Mask) -> Tensor:
-    """Return how much each part counts `[S]`: all of the background as much as the other parts without a concept."""
+    """Return weights of parts `[S]`: background counts like the other negatives."""
     n_own = float(np.median((known[~background] == 0).sum(axis=0))) if (~background).any() else 0.0
     n_background = int(background.sum())
     share = min(1.0, max(1.0, n_own) / n_background) if n_background else 1.0
@@ -121,7 +116,7 @@ def balanced(known: Known, background: Mask) -> Tensor:
 def fit_linear(
     rows: TrainingRows, targets: Targets, l2: Tensor, method: str = "logistic", *, to_compare: bool = False
 ) -> Weights:
-    """Return linear probes by a method, for standardised states; `to_compare`: as far as areas still move."""
+    """Return linear probes for standardised states; `to_compare`: a faster, less exact fit."""
     if method == "logistic":
         w, b = fit_logistic(Dense(rows.x), targets, l2, **(TO_COMPARE if to_compare else {}))
     else:

@@ -1,11 +1,7 @@
-"""Texts that the model writes itself about a concept of which there are few examples.
+"""Lets the model write texts about concepts with few examples.
 
-    examples = with_generated(examples, model, tokenizer, n=20, seed=0, file=Path("states-generated.json"))
-    examples.texts[-1].generated                # True: it trains, and neither calibrates nor tests
-
-A concept is asked for by its name and definition alone: what is made of an example would stand on both sides of the
-split. Where one concept alone is written about, the model writes as much about other things, without which its own
-style would tell the concept.
+Prompts have only name and definition, because variants of an example would leak into the test. For a single concept the
+model also writes about other subjects, so that its style is not a mark.
 """
 
 from __future__ import annotations
@@ -63,10 +59,9 @@ def with_generated(
     chat_date: str = CHAT_DATE,
     say: Callable[[str], None] = lambda line: None,
 ) -> Examples:
-    """Return the examples, and for each concept with fewer than n texts as many of the model's own as it lacks.
+    """Return the examples, completed to n texts for each concept by the model.
 
-    What it wrote lies in `file` for the next time. `chat_date`: the day that its template is told. Raises
-    `TrainingError` where it writes nothing of use.
+    Texts are cached in `file`. `chat_date`: for its template. Raises `TrainingError` if it writes nothing usable.
     """
     lacking = {concept.id: n - count for concept, count in _counted(examples) if count < n}
     if not lacking:
@@ -108,7 +103,7 @@ def _subject(concept: Concept) -> str:
 
 
 def _others(concept: Concept, count: int) -> list[tuple[str, str, int]]:
-    """Subjects without a word of the concept's name or definition, and how many texts of each."""
+    """Subjects without words of the concept, and numbers of texts."""
     words = set(re.findall(r"\w{3,}", _subject(concept).casefold()))
     subjects = [other for other in OTHER if not words & set(re.findall(r"\w{3,}", other))]
     shares = [len(range(i, count, len(subjects))) for i in range(len(subjects))]
@@ -116,48 +111,46 @@ def _others(concept: Concept, count: int) -> list[tuple[str, str, int]]:
 
 
 def _key(model: Any, tokenizer: Any, subjects: Sequence[tuple[str, str, int]], seed: int, chat_date: str) -> str:
-    """All that the texts depend on: every weight, the head's too, how the model samples, and what it is asked."""
-    host = unwrap(model)
-    sampling = getattr(host, "generation_config", None)
+    decoder = unwrap(model)
+    sampling = getattr(decoder, "generation_config", None)
     versions = [torch.__version__, transformers.__version__]
-    what = [
-        weights_fingerprint(host),
-        config_fingerprint(host),
-        adapters_fingerprint(model, host),
+    inputs = [
+        weights_fingerprint(decoder),
+        config_fingerprint(decoder),
+        adapters_fingerprint(model, decoder),
         None if sampling is None else sampling.to_json_string(),
         tokenizer_fingerprint(tokenizer),
         [prompt for _, subject, _ in subjects for prompt in _prompts(tokenizer, subject, len(ASKED), chat_date)],
-        str(host.dtype),
+        str(decoder.dtype),
         subjects,
         seed,
         versions,
         ASKED,
         BEGUN,
     ]
-    return hashlib.sha256(json.dumps(what).encode()).hexdigest()
+    return hashlib.sha256(json.dumps(inputs).encode()).hexdigest()
 
 
 def _kept(file: Path, key: str) -> list[list[str]] | None:
     try:
-        found = json.loads(file.read_text(encoding="utf-8"))
+        cached = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
-    return list(found["texts"]) if isinstance(found, dict) and found.get("key") == key else None
+    return list(cached["texts"]) if isinstance(cached, dict) and cached.get("key") == key else None
 
 
 def _written(model: Any, tokenizer: Any, subject: str, count: int, chat_date: str) -> list[str]:
-    """Return so many different texts about a subject, or fewer where it does not come to as many."""
-    found: dict[str, None] = {}
+    distinct: dict[str, None] = {}
     for _ in range(_ROUNDS * -(-count // _BATCH)):
         prompts = _prompts(tokenizer, subject, min(_BATCH, count), chat_date)
         for text in _answers(model, tokenizer, prompts):
             if len(text.split()) >= _FEWEST_WORDS:
-                found.setdefault(text)
-        if len(found) >= count:
+                distinct.setdefault(text)
+        if len(distinct) >= count:
             break
-    if not found:
-        raise TrainingError(f"the model writes nothing of use about {subject}: give examples of it")
-    return list(found)[:count]
+    if not distinct:
+        raise TrainingError(f"the model writes nothing usable about {subject}: give examples of it")
+    return list(distinct)[:count]
 
 
 def _prompts(tokenizer: Any, subject: str, n: int, chat_date: str) -> list[str]:
@@ -172,7 +165,7 @@ def _prompts(tokenizer: Any, subject: str, n: int, chat_date: str) -> list[str]:
 
 @torch.no_grad()
 def _answers(model: Any, tokenizer: Any, prompts: Sequence[str]) -> list[str]:
-    """Return what the model says to each prompt, up to the end of its last whole sentence."""
+    """Return the model's answers, cut after the last whole sentence."""
     if not hasattr(model, "generate"):
         raise TrainingError("this model does not generate, so it writes no examples: give more of them")
     chats = bool(getattr(tokenizer, "chat_template", None))
@@ -191,5 +184,5 @@ def _answers(model: Any, tokenizer: Any, prompts: Sequence[str]) -> list[str]:
         pad_token_id=pad,
     )
     texts = tokenizer.batch_decode(out[:, width:], skip_special_tokens=True)
-    whole = [_SENTENCES.match(text) for text in texts]
-    return [" ".join(match[0].split()) if match else "" for match in whole]
+    matches = [_SENTENCES.match(text) for text in texts]
+    return [" ".join(match[0].split()) if match else "" for match in matches]

@@ -1,13 +1,10 @@
-"""Which texts must not be parted: those of one group, one pair, and those that are nearly the same.
+"""Groups texts that must not be split: same group, same pair, near duplicates.
 
-    group = group_texts(texts, groups)                     # [N] int64: texts of one number belong together
+    group = group_texts(texts, groups)                     # [N] int64
     parts = split_groups(group, labels, {"train": 0.5, "calibrate": 0.2, "test": 0.3}, seed=0)
-    parts["test"]                                          # [N] bool
 
-Near duplicates are those whose sets of three successive words overlap by at least `NEAR` (Jaccard). None is missed:
-two such texts share one of the rarest runs of each (prefix filtering, Bayardo, Ma & Srikant 2007), so that few have to
-be compared. Labels are spread evenly over the parts by iterative stratification (Sechidis, Tsoumakas & Vlahavas 2011),
-whole groups at a time.
+Near duplicates share three-word runs (Jaccard, at least `NEAR`), by prefix filtering (Bayardo, Ma & Srikant 2007).
+Splits are stratified iteratively (Sechidis, Tsoumakas & Vlahavas 2011).
 """
 
 from __future__ import annotations
@@ -30,8 +27,8 @@ _SHINGLE = 3  # words
 
 
 def group_texts(texts: Sequence[str], groups: Sequence[str | None]) -> Ints:
-    """Number the groups of texts, in the order of their first text. Texts of one `groups` entry, the same text but for
-    case, marks, spaces and how it is encoded, and near duplicates have one number.
+    """Number the groups of texts, in order of their first text: same `groups` entry, near duplicates, or same text up
+    to case, marks, spaces and encoding.
     """
     parent = list(range(len(texts)))
 
@@ -51,7 +48,7 @@ def group_texts(texts: Sequence[str], groups: Sequence[str | None]) -> Ints:
     for i, name in enumerate(groups):
         if name is not None:
             join(i, named.setdefault(name, i))
-        # A text without words is the same as another by its characters.
+        # Without words, compare characters.
         join(i, same.setdefault(tuple(words[i]) or texts[i].strip(), i))
     _join_near({i: _shingles(words[i]) for i in sorted(same.values()) if words[i]}, root, join)
     numbers: dict[int, int] = {}
@@ -59,37 +56,38 @@ def group_texts(texts: Sequence[str], groups: Sequence[str | None]) -> Ints:
 
 
 def group_examples(examples: Sequence[Example], texts: Sequence[Text]) -> Ints:
-    """Number the groups of examples: by all that they say, and of chats by what counts of it, too."""
+    """Number the groups of examples, by content; for chats also by counted turns."""
     counted = [" ".join(text.text[a:b] for a, b in text.counted or ()) for text in texts]
-    both = [(i, counted[i]) for i, example in enumerate(examples) if example.messages]
+    chat_turns = [(i, counted[i]) for i, example in enumerate(examples) if example.messages]
     groups = [example.group or f"\0{i}" for i, example in enumerate(examples)]
     contents = [example.content for example in examples]
-    return group_texts([*contents, *(own for _, own in both)], [*groups, *(groups[i] for i, _ in both)])[: len(texts)]
+    return group_texts(
+        [*contents, *(turns for _, turns in chat_turns)], [*groups, *(groups[i] for i, _ in chat_turns)]
+    )[: len(texts)]
 
 
 def _join_near(
     shingles: Mapping[int, npt.NDArray[np.uint64]], root: Callable[[int], int], join: Callable[[int, int], None]
 ) -> None:
-    """Join every two texts whose shingles overlap by at least `NEAR`."""
     if not shingles:
         return
-    known, counts = np.unique(np.concatenate(list(shingles.values())), return_counts=True)
+    vocabulary, counts = np.unique(np.concatenate(list(shingles.values())), return_counts=True)
     holders: dict[int, list[int]] = defaultdict(list)
-    for i, own in shingles.items():
-        n_holders = counts[np.searchsorted(known, own)]
-        rarest = np.lexsort((own, n_holders))
-        # Of n shingles a near text has NEAR * n at least, so one of these, which is among its own rarest, too.
-        looked_up = rarest[: len(own) - math.ceil(NEAR * len(own) - 1e-9) + 1]
-        shared = own[looked_up[n_holders[looked_up] > 1]].tolist()
+    for i, hashes in shingles.items():
+        n_holders = counts[np.searchsorted(vocabulary, hashes)]
+        rarest = np.lexsort((hashes, n_holders))
+        # A near text shares NEAR * n shingles, so one of these, also among its rarest.
+        looked_up = rarest[: len(hashes) - math.ceil(NEAR * len(hashes) - 1e-9) + 1]
+        shared = hashes[looked_up[n_holders[looked_up] > 1]].tolist()
         for other in set[int]().union(*(holders[shingle] for shingle in shared)):
-            if root(other) != root(i) and _overlap(own, shingles[other]) >= NEAR:
+            if root(other) != root(i) and _overlap(hashes, shingles[other]) >= NEAR:
                 join(other, i)
         for shingle in shared:
             holders[shingle].append(i)
 
 
 def _shingles(words: Sequence[str]) -> npt.NDArray[np.uint64]:
-    """Return hashes under 2**32 of the runs of three words; of a shorter text of all of it."""
+    """Return 32-bit hashes of runs of three words; of the whole text if shorter."""
     runs = {" ".join(words[i : i + _SHINGLE]) for i in range(max(1, len(words) - _SHINGLE + 1))}
     hashes = [int.from_bytes(hashlib.blake2b(run.encode(), digest_size=4).digest(), "big") for run in runs]
     return np.asarray(sorted(set(hashes)), dtype=np.uint64)
@@ -103,9 +101,9 @@ def _overlap(a: npt.NDArray[np.uint64], b: npt.NDArray[np.uint64]) -> float:
 def split_groups(
     group: Ints, labels: npt.NDArray[np.int8], shares: Mapping[str, float], *, seed: int
 ) -> dict[str, Mask]:
-    """Part texts by whole groups, `shares` of each label: labels `[N, P]` 1, 0 and -1 for unknown. Return `[N]` a part.
+    """Split whole groups into `shares` of each label, `labels [N, P]` 1, 0, or -1. Returns masks `[N]`.
 
-    A concept's rarer side is dealt out first, each group to the part that lacks most of it.
+    Rarer sides are dealt first, each group to the part that lacks most.
     """
     n_groups = int(group.max()) + 1 if len(group) else 0
     sides = np.concatenate([labels == 1, labels == 0], axis=1)
@@ -115,7 +113,7 @@ def split_groups(
     wanted = share[:, None] / share.sum() * counts.sum(axis=0)
     order = np.random.default_rng(seed).permutation(n_groups)
     part = np.full(n_groups, -1)
-    # From the rarest side to the last column, by which texts without labels are dealt out, too.
+    # The last column is for texts without labels.
     left = counts.sum(axis=0)
     while (part < 0).any():
         open_sides = np.flatnonzero(left > 0)

@@ -1,13 +1,11 @@
-"""Logistic regressions of many concepts over the same rows, trained together.
+"""Logistic regressions of many concepts over the same rows, fitted together.
 
     features = Dense(x)                                        # [N, D] fp32, standardised; or Sparse(...)
-    w, b = fit_logistic(features, Targets(row, labels, size), l2)      # [P, D], [P]
+    w, b = fit_logistic(features, Targets(part, known), l2)      # [P, D], [P]
 
-The loss of concept p is the weighted mean over its known rows of the cross-entropy, both sides of it weighing the same
-and each part of a text as much as any other, plus l2[p] / 2 * |w[p]|^2. All concepts take their own steps of L-BFGS
-(Liu & Nocedal 1989, "On the limited memory BFGS method for large scale optimization") with their own line search, in
-products that are shared: the result of one does not depend on those beside it, but for rounding. They begin at the
-curvature that the loss has where all weights are 0, which all share, so that they take few steps.
+Loss: weighted mean cross-entropy over known rows, both sides and all parts weighing the same, plus
+l2[p] / 2 * |w[p]|^2. Each concept takes separate L-BFGS steps (Liu & Nocedal 1989), from the curvature at zero weights;
+matrix products are shared.
 """
 
 from __future__ import annotations
@@ -22,15 +20,15 @@ import torch
 from torch import Tensor
 
 _HISTORY, _MOST_STEPS, _MOST_HALVINGS = 10, 300, 25
-# Where areas are compared: they no longer move by then, though weights may.
+# Areas converge before weights.
 TO_COMPARE: Any = {"tolerance": 1e-4, "most_steps": 60}
-_CHUNK = 1 << 11  # rows at once: they stay in the cache between the product with weights and that with residuals
+_CHUNK = 1 << 11  # fits the cache
 _ARMIJO = 1e-4
-_SEEN = 8192  # rows, of which the curvature is taken
+_SEEN = 8192  # rows for the curvature
 
 
 class Features(Protocol):
-    """Rows of features `[N, D]`, by the two products that are needed."""
+    """Rows of features `[N, D]`."""
 
     shape: tuple[int, int]
 
@@ -38,15 +36,13 @@ class Features(Protocol):
         """Return rows `start` to `stop` times `w.T`: `[n, P]` for w `[P, D]`."""
 
     def transposed_times(self, start: int, stop: int, r: Tensor) -> Tensor:
-        """Return `r.T` times those rows: `[P, D]` for r `[n, P]`."""
+        """Return `r.T` times these rows: `[P, D]` for r `[n, P]`."""
 
     def rows(self, use: Tensor) -> Features:
-        """Return some of the rows, `use [N]` bool."""
+        """Return the rows `use [N]` bool."""
 
     def second_moments(self, weight: Tensor) -> Tensor:
-        """Return the weighted sum of products of the features, and of a last one that is 1, `[D + 1, D + 1]` fp64; or
-        its diagonal `[D + 1]`. `weight [N]` fp64.
-        """
+        """Return weighted second moments of features and a constant 1, `[D + 1, D + 1]` fp64, or their diagonal."""
 
 
 class Dense:
@@ -66,15 +62,15 @@ class Dense:
 
     def second_moments(self, weight: Tensor) -> Tensor:
         chosen = weight.nonzero().flatten()
-        if len(chosen) > _SEEN:  # so many tell enough of it
+        if len(chosen) > _SEEN:  # a sample suffices
             chosen = chosen[torch.linspace(0, len(chosen) - 1, _SEEN).long()]
-        own = weight[chosen] * (weight.sum() / weight[chosen].sum().clamp(min=1e-300))
+        scaled_weight = weight[chosen] * (weight.sum() / weight[chosen].sum().clamp(min=1e-300))
         x = torch.nn.functional.pad(self.x[chosen], (0, 1), value=1.0)
-        return ((x * own[:, None].to(x.dtype)).T @ x).double()
+        return ((x * scaled_weight[:, None].to(x.dtype)).T @ x).double()
 
 
 class Sparse:
-    """Features most of which are 0: `value` at (row, column), rows ascending."""
+    """Sparse features: `value` at (row, column), rows ascending."""
 
     def __init__(self, row: Tensor, column: Tensor, value: Tensor, shape: tuple[int, int]) -> None:
         self.row, self.column, self.value, self.shape = row, column, value, shape
@@ -92,9 +88,9 @@ class Sparse:
         return torch.zeros(self.shape[1], r.shape[1], dtype=r.dtype).index_add_(0, column, r[row] * value[:, None]).T
 
     def rows(self, use: Tensor) -> Sparse:
-        kept, number = use[self.row], torch.cumsum(use, 0) - 1
+        selected, number = use[self.row], torch.cumsum(use, 0) - 1
         shape = (int(use.sum()), self.shape[1])
-        return Sparse(number[self.row[kept]], self.column[kept], self.value[kept], shape)
+        return Sparse(number[self.row[selected]], self.column[selected], self.value[selected], shape)
 
     def second_moments(self, weight: Tensor) -> Tensor:
         squares = weight[self.row] * self.value.double().square()
@@ -104,9 +100,9 @@ class Sparse:
 
 @dataclass(frozen=True)
 class Targets:
-    """What rows are of: `part [N]` of each row, and by part `known [S, P]` int8, 1, 0 and -1 for unknown.
+    """`part [N]` of each row, and labels of parts `known [S, P]` int8: 1, 0, -1 for unknown.
 
-    - `weight [S]`: how much a part counts beside others; its rows share that. None for one each.
+    `weight [S]`: of each part, shared by its rows.
     """
 
     part: Tensor
@@ -115,15 +111,13 @@ class Targets:
 
     @cached_property
     def weights(self) -> tuple[Tensor, Tensor]:
-        """The weight of a row of each part `[S, P]` where it is there, and where it is absent: they sum to one half
-        each; of a concept with one side alone, all are 0.
-        """
+        """Weights of a row by part `[S, P]`, of positives and negatives, each summing to one half; 0 with one side."""
         n_rows = torch.bincount(self.part, minlength=len(self.known)).double()
         size = torch.where(n_rows > 0, 1.0, 0.0) if self.weight is None else self.weight.double() * (n_rows > 0)
         sides = []
         for side in (1, 0):
-            of_side = (self.known == side) * size[:, None]
-            sides.append(of_side / of_side.sum(0).clamp(min=1e-300) / 2 / n_rows.clamp(min=1)[:, None])
+            side_weights = (self.known == side) * size[:, None]
+            sides.append(side_weights / side_weights.sum(0).clamp(min=1e-300) / 2 / n_rows.clamp(min=1)[:, None])
         has_both = (sides[0].sum(0) > 0) & (sides[1].sum(0) > 0)
         return (sides[0] * has_both).float(), (sides[1] * has_both).float()
 
@@ -137,28 +131,27 @@ def fit_logistic(
     tolerance: float = 1e-6,
     most_steps: int = _MOST_STEPS,
 ) -> tuple[Tensor, Tensor]:
-    """Return weights `[P, D]` and biases `[P]`; `l2 [P]` over 0, `start` another solution to begin at.
+    """Return weights `[P, D]` and biases `[P]`, zeros with one side.
 
-    A concept with one side alone has zeros. `tolerance`: of the largest entry of the gradient.
+    `l2 [P]` must be positive; `tolerance`: on the largest gradient entry.
     """
-    there, absent = targets.weights
+    present, absent = targets.weights
     n, width = features.shape
-    dtype = there.dtype if not isinstance(features, Dense) else features.x.dtype
-    signed, l2 = (absent - there).to(dtype), l2.to(dtype)
+    dtype = present.dtype if not isinstance(features, Dense) else features.x.dtype
+    signed, l2 = (absent - present).to(dtype), l2.to(dtype)
 
     def evaluate(theta: Tensor, use: Tensor) -> tuple[Tensor, Tensor]:
-        """Return loss `[U]` and gradient `[U, D + 1]` of the concepts `use`, at theta `[U, D + 1]`."""
+        """Return loss `[U]` and gradient `[U, D + 1]` of concepts `use`, at theta `[U, D + 1]`."""
         w, b = theta[:, :-1], theta[:, -1]
         loss = (l2[use] / 2 * w.double().square().sum(1)).double()
         grad = torch.cat([l2[use, None] * w, torch.zeros(len(w), 1, dtype=dtype)], dim=1)
-        own = signed[:, use]
+        selected = signed[:, use]
         for begin in range(0, n, _CHUNK):
             end = min(begin + _CHUNK, n)
             z = features.times(begin, end, w) + b
             parts = targets.part[begin:end]
-            # -log sigmoid(z) where it is there, -log sigmoid(-z) where it is absent: one sign apart. In place, since
-            # with many concepts more time goes into passing over [N, U] than into products.
-            weight = own[parts]
+            # -log sigmoid(z) for positives, else -log sigmoid(-z). In place: passes over [N, U] dominate.
+            weight = selected[parts]
             sign = weight.sign()
             soft = torch.nn.functional.softplus(z.mul_(sign))
             loss += soft.mul_(weight).mul_(sign).sum(0, dtype=torch.float64)
@@ -171,19 +164,17 @@ def fit_logistic(
     theta = torch.zeros(n_concepts, width + 1, dtype=dtype)
     if start is not None:
         theta = torch.cat([start[0], start[1][:, None]], dim=1).to(dtype)
-    has_both = (there.sum(0) > 0).nonzero().flatten()
-    theta[there.sum(0) == 0] = 0
+    has_both = (present.sum(0) > 0).nonzero().flatten()
+    theta[present.sum(0) == 0] = 0
     if len(has_both):
-        weight = (there + absent)[:, has_both].mean(1).double()[targets.part]
+        weight = (present + absent)[:, has_both].mean(1).double()[targets.part]
         solve = _at_zero(features.second_moments(weight), l2)
         theta[has_both] = _minimise(evaluate, solve, theta[has_both], has_both, tolerance, most_steps)
     return theta[:, :-1].contiguous(), theta[:, -1].contiguous()
 
 
 def _at_zero(moments: Tensor, l2: Tensor) -> Callable[[Tensor, Tensor], Tensor]:
-    """Return what solves for the curvature of the loss at weights of 0, a quarter of the second moments and l2: of
-    vectors `[U, D + 1]` of concepts `use [U]`. It holds of every concept nearly, which is enough for where to begin.
-    """
+    """Return a solver for the curvature at zero weights, for vectors `[U, D + 1]` of concepts `use [U]`."""
     if moments.ndim == 1:
         return lambda q, use: (q / (moments / 4 + l2[use, None].double())).to(q.dtype)
     parts = {
@@ -192,12 +183,12 @@ def _at_zero(moments: Tensor, l2: Tensor) -> Callable[[Tensor, Tensor], Tensor]:
     }
 
     def solve(q: Tensor, use: Tensor) -> Tensor:
-        found, own = torch.empty_like(q), l2[use].double()
+        solution, penalties = torch.empty_like(q), l2[use].double()
         for value, part in parts.items():
-            rows = own == value
+            rows = penalties == value
             if bool(rows.any()):
-                found[rows] = torch.cholesky_solve(q[rows].double().T, part).T.to(q.dtype)
-        return found
+                solution[rows] = torch.cholesky_solve(q[rows].double().T, part).T.to(q.dtype)
+        return solution
 
     return solve
 
@@ -210,7 +201,7 @@ def _minimise(
     tolerance: float,
     most_steps: int,
 ) -> Tensor:
-    """Minimise losses of U separate problems by L-BFGS with backtracking, those that are done left out of the rest."""
+    """Minimise U problems by L-BFGS with backtracking; finished ones are removed."""
     result, at, rounding = theta.clone(), torch.arange(len(use)), 2 * torch.finfo(theta.dtype).eps
     loss, grad = evaluate(theta, use)
     steps: list[tuple[Tensor, Tensor, Tensor]] = []
@@ -225,16 +216,16 @@ def _minimise(
         direction = _direction(grad, steps, solve, use)
         slope = (direction * grad).double().sum(1)
         size = torch.ones(len(use), dtype=theta.dtype)
-        tried, tried_loss, tried_grad = theta, loss, grad
+        trial, trial_loss, trial_grad = theta, loss, grad
         open_ = torch.arange(len(use))
         new, new_loss, new_grad = theta.clone(), loss.clone(), grad.clone()
         for _ in range(_MOST_HALVINGS):
-            tried = theta[open_] + size[open_, None] * direction[open_]
-            tried_loss, tried_grad = evaluate(tried, use[open_])
-            # Near the end losses differ by their rounding alone, and gradients still tell where it goes down.
-            good = tried_loss <= loss[open_] + _ARMIJO * size[open_] * slope[open_] + rounding * loss[open_].abs()
+            trial = theta[open_] + size[open_, None] * direction[open_]
+            trial_loss, trial_grad = evaluate(trial, use[open_])
+            # Near the optimum losses differ only by rounding.
+            good = trial_loss <= loss[open_] + _ARMIJO * size[open_] * slope[open_] + rounding * loss[open_].abs()
             places = open_[good]
-            new[places], new_loss[places], new_grad[places] = tried[good], tried_loss[good], tried_grad[good]
+            new[places], new_loss[places], new_grad[places] = trial[good], trial_loss[good], trial_grad[good]
             open_ = open_[~good]
             if not len(open_):
                 break
@@ -246,7 +237,7 @@ def _minimise(
         steps = [*steps, (s, y, rho)][-_HISTORY:]
         stuck = (s == 0).all(1)
         theta, loss, grad = new, new_loss, new_grad
-        grad = torch.where(stuck[:, None], torch.zeros_like(grad), grad)  # no step lowers its loss: it is done
+        grad = torch.where(stuck[:, None], torch.zeros_like(grad), grad)  # no step lowers its loss
     result[at] = theta
     return result
 
@@ -257,9 +248,7 @@ def _direction(
     solve: Callable[[Tensor, Tensor], Tensor],
     use: Tensor,
 ) -> Tensor:
-    """Two-loop recursion of L-BFGS for each problem, begun at a curvature that is known; a pair with rho 0 is left out
-    of its own problem alone.
-    """
+    """Two-loop recursion of L-BFGS for each problem; pairs with rho 0 are skipped."""
     q, alphas = grad.clone(), []
     for s, y, rho in reversed(steps):
         alpha = rho * (s * q).sum(1)
@@ -268,7 +257,7 @@ def _direction(
     q = solve(q, use)
     if steps:
         scale, newest = torch.ones(len(grad), dtype=grad.dtype), torch.zeros_like(grad)
-        for s, y, rho in steps:  # the newest that has curvature says how long a step is
+        for s, y, rho in steps:  # scale by the newest pair with curvature
             newest = torch.where(rho[:, None] > 0, y, newest)
             scale = torch.where(rho > 0, (s * y).sum(1), scale)
         length = (newest * solve(newest, use)).sum(1)
@@ -285,8 +274,8 @@ def logits(features: Features, w: Tensor, b: Tensor) -> Tensor:
 
 
 def row_weights(targets: Targets, concept: int) -> np.ndarray:
-    """Return the weight of each row `[N]` in the loss of a concept, as another trainer would be given it."""
-    there, absent = targets.weights
+    """Return each row's weight `[N]` in a concept's loss."""
+    present, absent = targets.weights
     known = targets.known[:, concept]
-    by_part = torch.where(known == 1, there[:, concept], torch.where(known == 0, absent[:, concept], 0.0))
+    by_part = torch.where(known == 1, present[:, concept], torch.where(known == 0, absent[:, concept], 0.0))
     return by_part[targets.part].numpy()

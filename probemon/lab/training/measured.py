@@ -1,10 +1,4 @@
-"""What can be claimed of trained probes: thresholds from the parts that calibrate, figures from those that test.
-
-    found = Measured.of(data, store, part, fitted, choice, settings, host)
-    found.quality()["concepts"]["spam"]["auroc"], found.alert_threshold
-
-Every figure is of the probes as they are written, on parts that chose nothing. Baselines see the same parts.
-"""
+"""Thresholds and quality of trained probes, from the calibration and test parts."""
 
 from __future__ import annotations
 
@@ -50,7 +44,7 @@ from probemon.lab.training.words import places_of
 
 _CHUNK, _CELLS = 1 << 14, 1 << 21
 _EMBEDDING_BYTES, _SCORE_BYTES = 16 << 20, 1 << 30
-MASKED_CONCEPTS = 64  # of so many, at most, the score without give-away words is taken
+MASKED_CONCEPTS = 64  # for scores without giveaways
 BASELINES = ("words", "embedding", "pooled", "length", "position")
 
 
@@ -58,13 +52,12 @@ BASELINES = ("words", "embedding", "pooled", "length", "position")
 class TrainingMeasurement:
     """Scores of the parts that did not train, and thresholds.
 
-    - `rows [R]`: rows of the store that were scored; `part [R]` of each; `scores [R, P]` fp32
-    - `method` of the probes that are written, and the areas `kinds` by which it was chosen
-    - `n_read [S]`: tokens of each part whose states were kept
-    - `highest`: by method, the score of each part `[S, P]`: see `part_scores`; NaN of those that train
-    - `baselines`: by name, scores of each part `[S, P]`
-    - `drawn`: by what learnt from tokens that train, how many of them there was room for, and of how many
-    - `of_tokens`, `of_texts`: alert thresholds of single tokens, and of running scores by text
+    - `rows [R]`: scored rows of the store; `part [R]`; `scores [R, P]` fp32
+    - `method` of the written probes; `kinds`: areas of the candidates
+    - `n_read [S]`: stored tokens of each part
+    - `highest`, `baselines`: scores of parts `[S, P]` by method or name; NaN for training parts
+    - `drawn`: training tokens used and available
+    - `of_tokens`, `of_texts`: thresholds of tokens, and of running scores
     """
 
     data: Dataset
@@ -104,12 +97,12 @@ class TrainingMeasurement:
         """Score, calibrate and compare."""
         parts = part.numpy()
         rows = np.flatnonzero(data.of("calibrate", "test", OUTSIDE)[parts])
-        n_parts, of_rows = len(data.known), part[torch.from_numpy(rows)]
+        n_parts, row_parts = len(data.known), part[torch.from_numpy(rows)]
         highest = {}
-        for method, own in _scores(data, store, fitted, rows):
-            highest[method] = part_scores(data, settings.aggregator, torch.from_numpy(own), of_rows)
+        for method, method_scores in _scores(data, store, fitted, rows):
+            highest[method] = part_scores(data, settings.aggregator, torch.from_numpy(method_scores), row_parts)
             if method == fitted.method:
-                scores = own
+                scores = method_scores
         controls = Controls(data, _pooled(data, store, part, fitted), seed=settings.seed)
         giveaways = controls.vocabulary.giveaways(
             [data.text_of(int(i)) for i in np.flatnonzero(controls.train)], data.compared[controls.train]
@@ -136,8 +129,8 @@ class TrainingMeasurement:
             n_read=np.bincount(parts, minlength=n_parts),
             scores=scores,
             highest=highest,
-            each=part_scores(data, Each(), torch.from_numpy(scores), of_rows),
-            mean=part_means(torch.from_numpy(scores), of_rows, n_parts).numpy(),
+            each=part_scores(data, Each(), torch.from_numpy(scores), row_parts),
+            mean=part_means(torch.from_numpy(scores), row_parts, n_parts).numpy(),
             masked=_masked(data, settings, scores, parts[rows], position, giveaways),
             baselines=baselines,
             giveaways=giveaways,
@@ -145,7 +138,7 @@ class TrainingMeasurement:
             random=controls.random(),
             drawn={"probes": fitted.learnt_from, "layers": choice.seen, "embeddings": embeddings_seen},
             of_tokens=thresholds(scores, parts[rows], benign, data.group, fpr=settings.fpr),
-            # Stretches have no running score, and a rule is not asked of them.
+            # Spans have no running score.
             of_texts=thresholds(
                 highest[fitted.method],
                 np.arange(n_parts),
@@ -162,57 +155,55 @@ class TrainingMeasurement:
 
     @property
     def alert_sets(self) -> dict[str, Floats]:
-        """Alert thresholds of single tokens `[P]` by the name of their set, the recommended one first: that of a
-        precision where every concept reaches it.
-        """
+        """Alert thresholds of tokens `[P]` by set, the recommended first."""
         rate = {f"rate_{self.settings.fpr:g}": as_floats(self.of_tokens)}
         if self.precise is None:
             return rate
         precise = {f"{PRECISION}{self.settings.precision:g}": as_floats(self.precise)}
-        return {**precise, **rate} if all(own.reached for own in self.precise) else {**rate, **precise}
+        return {**precise, **rate} if all(entry.reached for entry in self.precise) else {**rate, **precise}
 
     @property
     def score_counts(self) -> dict[str, Tensor]:
-        """How the concepts score at the tokens of texts that calibrate and are without them, as a pack holds it."""
+        """Score counts at calibration tokens without the concepts."""
         benign = (self.data.known == 0) & self.data.of("calibrate")[:, None]
         counts = counts_where(benign, self.scores, self.part)
         return {str(Each()): torch.from_numpy(counts.counts.copy())} if counts.n.any() else {}
 
     @property
     def alert_threshold(self) -> Floats:
-        """Those of the recommended set `[P]`."""
+        """The recommended set `[P]`."""
         return next(iter(self.alert_sets.values()))
 
     @property
     def text_threshold(self) -> Floats:
-        """Of running scores `[P]`, NaN where the texts are too few for the rate that was asked for."""
+        """Of running scores `[P]`; NaN with too few texts for the rate."""
         values = as_floats(self.of_texts)
         return np.where([threshold.holds for threshold in self.of_texts], values, np.nan).astype(np.float32)
 
     def test_of(self, concept: int) -> Mask:
-        """The parts that test a concept `[S]`, without the background where it would make it too easy."""
+        """Test parts of a concept `[S]`, without easy background."""
         return self.data.of("test") & (self.data.compared[:, concept] >= 0)
 
     def counts(self) -> dict[str, Any]:
-        """How many texts and tokens of each split were read, as JSON, and for how many the budget had no room."""
-        found = {}
+        """Return texts and tokens read, and left out by the budget, of each split."""
+        by_split = {}
         for name in ("train", "calibrate", "test", OUTSIDE):
             kinds = {" background": self.data.background, " generated": self.data.generated}
             for kind, mask in {"": ~self.data.background & ~self.data.generated, **kinds}.items():
-                of = self.data.of(name) & mask
-                if of.any():
-                    texts = len(np.unique(self.data.document[of]))
-                    tokens = int(sum(len(self.data.positions[i]) for i in np.flatnonzero(of)))
-                    read = {
-                        "texts": len(np.unique(self.data.document[of & (self.n_read > 0)])),
-                        "tokens": int(self.n_read[of].sum()),
+                chosen = self.data.of(name) & mask
+                if chosen.any():
+                    texts = len(np.unique(self.data.document[chosen]))
+                    tokens = int(sum(len(self.data.positions[i]) for i in np.flatnonzero(chosen)))
+                    read_counts = {
+                        "texts": len(np.unique(self.data.document[chosen & (self.n_read > 0)])),
+                        "tokens": int(self.n_read[chosen].sum()),
                     }
-                    left_out = {"texts": texts - read["texts"], "tokens": tokens - read["tokens"]}
-                    found[name + kind] = {**read, "left_out": left_out} if left_out["tokens"] else read
-        return found
+                    left_out = {"texts": texts - read_counts["texts"], "tokens": tokens - read_counts["tokens"]}
+                    by_split[name + kind] = {**read_counts, "left_out": left_out} if left_out["tokens"] else read_counts
+        return by_split
 
     def quality(self) -> dict[str, Any]:
-        """All of it as JSON, as the pack's manifest has it."""
+        """Return everything as JSON, for the manifest."""
         choice = self.choice
         return {
             "sites": [
@@ -225,34 +216,35 @@ class TrainingMeasurement:
             "fpr": self.settings.fpr,
             "alert_sets": list(self.alert_sets),
             "examples": self.counts(),
-            "drawn": {what: {"tokens": n, "of": n_of} for what, (n, n_of) in self.drawn.items()},
+            "drawn": {use: {"tokens": n, "of": n_of} for use, (n, n_of) in self.drawn.items()},
             "contradictions": self._contradictions(),
             "background_fires": self._fires_on_background(),
             "concepts": {concept.id: self._of_concept(p) for p, concept in enumerate(self.data.concepts)},
         }
 
     def _contradictions(self) -> dict[str, Any]:
-        """By concept: how many texts are given with it and without it, and where the first of them is."""
-        found: dict[str, Any] = {}
-        for one in contradictions(self.data):
-            of = found.setdefault(one.concept, {"texts": 0, "there": one.there, "absent": one.absent})
-            of["texts"] += 1
-        return found
+        by_concept: dict[str, Any] = {}
+        for contradiction in contradictions(self.data):
+            entry = by_concept.setdefault(
+                contradiction.concept, {"texts": 0, "there": contradiction.there, "absent": contradiction.absent}
+            )
+            entry["texts"] += 1
+        return by_concept
 
     def _of_concept(self, p: int) -> dict[str, Any]:
-        seed, own = self.settings.seed, self.test_of(p)
-        known, group = self.data.known[own, p : p + 1], self.data.group[own]
+        seed, tested = self.settings.seed, self.test_of(p)
+        known, group = self.data.known[tested, p : p + 1], self.data.group[tested]
 
         def area(values: Doubles) -> float | None:
-            use = ~np.isnan(values[own, p]) & ~np.isnan(main[own, p])
-            return number(auroc_of(values[own, p][use], known[use, 0] == 1))
+            use = ~np.isnan(values[tested, p]) & ~np.isnan(main[tested, p])
+            return number(auroc_of(values[tested, p][use], known[use, 0] == 1))
 
         main = self.highest[self.method]
-        found: dict[str, Any] = {
+        entry: dict[str, Any] = {
             "site": self.choice.site_of[p],
             "l2": float(self.choice.l2[p]),
             "beside_background": bool(self.data.beside_background[p]),
-            **judge(main[own, p : p + 1], known, group, seed=seed)[0].as_dict(),
+            **judge(main[tested, p : p + 1], known, group, seed=seed)[0].as_dict(),
             "each": area(self.each),
             "mean": area(self.mean),
             "methods": {method: area(values) for method, values in self.highest.items()},
@@ -262,39 +254,41 @@ class TrainingMeasurement:
             "without_giveaways": None if self.masked is None else area(self.masked),
             "giveaways": self.giveaways[p],
             "n_generated": int(np.unique(self.data.document[self.data.generated & (self.data.known[:, p] == 1)]).size),
-            "alert": {**self.of_tokens[p].as_dict(), "test": self._found_by(p, own)},
+            "alert": {**self.of_tokens[p].as_dict(), "test": self._found_by(p, tested)},
             "alert_of_texts": self.of_texts[p].as_dict(),
         }
         if self.precise is not None:
-            of_test = np.where(self.data.of("test"), self.data.known[:, p], -1)[self.part]
-            fires = (self.scores[:, p] > np.float32(self.precise[p].value)) & (of_test >= 0)
-            found["precision"] = {**self.precise[p].as_dict(), "test": self._share(of_test[fires] == 1, fires)}
+            test_labels = np.where(self.data.of("test"), self.data.known[:, p], -1)[self.part]
+            fires = (self.scores[:, p] > np.float32(self.precise[p].value)) & (test_labels >= 0)
+            entry["precision"] = {**self.precise[p].as_dict(), "test": self._share(test_labels[fires] == 1, fires)}
         for name in ("words", "embedding"):
-            value, low, high = difference(main[own, p], self.baselines[name][own, p], known[:, 0], group, seed=seed)
-            found[f"over_{name}"] = {"difference": number(value), "low": low, "high": high}
+            value, low, high = difference(
+                main[tested, p], self.baselines[name][tested, p], known[:, 0], group, seed=seed
+            )
+            entry[f"over_{name}"] = {"difference": number(value), "low": low, "high": high}
         outside = self.data.of(OUTSIDE)
         if outside.any():
-            found["outside"] = judge(
+            entry["outside"] = judge(
                 main[outside, p : p + 1], self.data.known[outside, p : p + 1], self.data.group[outside], seed=seed
             )[0].as_dict()
-        return found
+        return entry
 
-    def _found_by(self, p: int, own: Mask) -> dict[str, Any]:
-        """Shares of the tokens that test which exceed the alert threshold, of parts with and without the concept."""
-        found = {}
+    def _found_by(self, p: int, tested: Mask) -> dict[str, Any]:
+        """Shares of test tokens over the alert threshold."""
+        shares = {}
         fires = self.scores[:, p] > np.float32(self.of_tokens[p].value)
         for name, side in (("with", 1), ("without", 0)):
-            use = (own & (self.data.known[:, p] == side))[self.part]
-            found[name] = self._share(fires[use], use)
+            use = (tested & (self.data.known[:, p] == side))[self.part]
+            shares[name] = self._share(fires[use], use)
             texts = np.unique(self.part[use])
-            found[f"texts_{name}"] = _share(len(np.unique(self.part[use & fires])), len(texts), 1.0)
-        return found
+            shares[f"texts_{name}"] = _share(len(np.unique(self.part[use & fires])), len(texts), 1.0)
+        return shares
 
-    def _share(self, found: Mask, use: Mask) -> dict[str, Any]:
-        """The share of tokens `use [R]` that are `found`; its interval knows that those of a group are alike."""
+    def _share(self, hits: Mask, use: Mask) -> dict[str, Any]:
+        """Share of `hits` among tokens `use [R]`, with an interval by groups."""
         group = np.unique(self.data.group[self.part[use]], return_inverse=True)[1]
-        effect = design_effect(np.bincount(group, found), np.bincount(group)) if len(group) else 1.0
-        return _share(int(found.sum()), len(found), effect)
+        effect = design_effect(np.bincount(group, hits), np.bincount(group)) if len(group) else 1.0
+        return _share(int(hits.sum()), len(hits), effect)
 
     def _fires_on_background(self) -> dict[str, Any] | None:
         use = (self.data.of("test") & self.data.background)[self.part]
@@ -309,15 +303,13 @@ class TrainingMeasurement:
 
 
 def counts_where(use: Mask, scores: Floats, part: Ints) -> ScoreCounts:
-    """Return the counts of those scores `[R, P]` whose part's cell in `use [S, P]` is true. They are taken a block of
-    rows at a time: what is made of them on the way takes ten times as much memory as they do.
-    """
+    """Count the scores `[R, P]` with a true cell in `use [S, P]`, in blocks to save memory."""
     rows = np.flatnonzero(np.asarray(use.any(axis=1))[part])
     counts = ScoreCounts(np.zeros((scores.shape[1], N_BINS), dtype=np.int64))
     size = max(1, _CELLS // scores.shape[1])
     for begin in range(0, len(rows), size):
-        some = rows[begin : begin + size]
-        counts += ScoreCounts.of(np.where(use[part[some]], scores[some], np.float32(np.nan)))
+        block = rows[begin : begin + size]
+        counts += ScoreCounts.of(np.where(use[part[block]], scores[block], np.float32(np.nan)))
     return counts
 
 
@@ -329,25 +321,25 @@ def _share(count: int, n: int, effect: float) -> dict[str, Any]:
 
 
 def _scores(data: Dataset, store: StateStore, fitted: Fitted, rows: Ints) -> Iterator[tuple[str, Floats]]:
-    """Yield the scores `[R, P]` of rows of a store by the probes of each method and the pack's rule: of several methods
-    in one pass over the states, where there is room for their scores.
-    """
+    """Yield scores `[R, P]` by method, in one pass over the states if memory allows."""
     size = max(1, 4 * len(rows) * len(data.concepts))
-    for together in _batches(list(fitted.by_method), max(1, _SCORE_BYTES // size)):
-        scores = {method: np.empty((len(rows), len(data.concepts)), dtype=np.float32) for method in together}
+    for methods in _batches(list(fitted.by_method), max(1, _SCORE_BYTES // size)):
+        scores = {method: np.empty((len(rows), len(data.concepts)), dtype=np.float32) for method in methods}
         for i, spec in enumerate(fitted.inputs):
-            own = np.flatnonzero(fitted.input_of == i)
+            concepts = np.flatnonzero(fitted.input_of == i)
             states = store.states(spec.site)
-            some = {
-                method: {name: value[own].float() for name, value in fitted.by_method[method].items()}
-                for method in together
+            by_input = {
+                method: {name: value[concepts].float() for name, value in fitted.by_method[method].items()}
+                for method in methods
             }
             for begin in range(0, len(rows), _CHUNK):
                 numbers = torch.from_numpy(rows[begin : begin + _CHUNK])
                 x = prepared(states, numbers, spec, fitted.weights["w1"].dtype)
-                for method in together:
-                    scores[method][begin : begin + _CHUNK, own] = torch.sigmoid(logits_of(x, some[method])).numpy()
-        for method in together:
+                for method in methods:
+                    scores[method][begin : begin + _CHUNK, concepts] = torch.sigmoid(
+                        logits_of(x, by_input[method])
+                    ).numpy()
+        for method in methods:
             by_path(scores[method], data.parents)
             yield method, scores.pop(method)
 
@@ -357,9 +349,9 @@ def _batches(names: list[str], n: int) -> list[list[str]]:
 
 
 def _pooled(data: Dataset, store: StateStore, part: Tensor, fitted: Fitted) -> Tensor:
-    """The mean prepared state of each part `[S, D]`, at the site that most concepts read; NaN where there is none."""
-    most = Counter(fitted.input_of.tolist()).most_common(1)[0][0]
-    spec, n_parts = fitted.inputs[most], len(data.known)
+    """Mean prepared state of each part `[S, D]` at the most used site, or NaN."""
+    most_used = Counter(fitted.input_of.tolist()).most_common(1)[0][0]
+    spec, n_parts = fitted.inputs[most_used], len(data.known)
     states = store.states(spec.site)
     sums = torch.zeros(n_parts, states.shape[1], dtype=torch.float64)
     for begin in range(0, len(part), _CHUNK):
@@ -369,13 +361,10 @@ def _pooled(data: Dataset, store: StateStore, part: Tensor, fitted: Fitted) -> T
 
 
 def _embedding(
-    data: Dataset, store: StateStore, part: Tensor, rows: Ints, settings: TrainingSettings, host: Any
+    data: Dataset, store: StateStore, part: Tensor, rows: Ints, settings: TrainingSettings, decoder: Any
 ) -> tuple[Doubles, tuple[int, int]]:
-    """Scores of parts by probes that read the input embedding of each token alone, learnt and watched as the probes.
-
-    Also from how many tokens those learnt, and of how many.
-    """
-    table = host.get_input_embeddings().weight.detach()
+    """Scores of probes on input embeddings; tokens used and available."""
+    table = decoder.get_input_embeddings().weight.detach()
     ids = torch.from_numpy(
         np.concatenate([tokens.ids for tokens in data.tokens])[
             np.cumsum([0, *map(len, data.tokens)])[store.document] + store.position
@@ -388,31 +377,29 @@ def _embedding(
         used = used[torch.linspace(0, len(used) - 1, most).long()]
     x = table[ids[used].to(table.device)].float().cpu()
     standard = Standard.of(x)
-    own = TrainingRows(standard(x), part[used], used, standard, n_of)
-    targets = Targets(own.part, torch.from_numpy(data.compared))
+    training = TrainingRows(standard(x), part[used], used, standard, n_of)
+    targets = Targets(training.part, torch.from_numpy(data.compared))
     folds = np.full(len(data.known), -1, dtype=np.int64)
     group = np.unique(data.group[train], return_inverse=True)[1].astype(np.int64)
     folds[train] = deal(group, data.compared[train], seed=settings.seed, n_folds=3)
-    l2 = best_penalties(cross_validated(Dense(own.x), targets, folds))
-    w, b = fit_logistic(Dense(own.x), targets, l2)
+    l2 = best_penalties(cross_validated(Dense(training.x), targets, folds))
+    w, b = fit_logistic(Dense(training.x), targets, l2)
     scores = torch.empty(len(rows), len(b))
     for begin in range(0, len(rows), _CHUNK):
-        some = ids[torch.from_numpy(rows[begin : begin + _CHUNK])].to(table.device)
-        scores[begin : begin + _CHUNK] = torch.sigmoid(standard(table[some].float().cpu()) @ w.T + b)
+        chunk_ids = ids[torch.from_numpy(rows[begin : begin + _CHUNK])].to(table.device)
+        scores[begin : begin + _CHUNK] = torch.sigmoid(standard(table[chunk_ids].float().cpu()) @ w.T + b)
     return part_scores(data, settings.aggregator, scores, part[torch.from_numpy(rows)]), (len(used), n_of)
 
 
 def _masked(
     data: Dataset, settings: TrainingSettings, scores: Floats, part: Ints, position: Ints, giveaways: list[list[str]]
 ) -> Doubles | None:
-    """Scores of the parts that test, without the tokens of words that give a concept away; None where that is too much,
-    or the tokenizer does not say where tokens stand.
-    """
+    """Scores of test parts without tokens of giveaway words, or None."""
     n_concepts, n_parts = scores.shape[1], len(data.known)
     if n_concepts > MASKED_CONCEPTS or any(len(tokens) and tokens.start.min() < 0 for tokens in data.tokens):
         return None
-    found = np.full((n_parts, n_concepts), np.nan)
-    of_test = data.of("test")[part]
+    result = np.full((n_parts, n_concepts), np.nan)
+    is_test = data.of("test")[part]
     documents = np.unique(data.document[data.of("test")])
     width = max(map(len, data.tokens)) + 1
     place = data.document[part] * width + position
@@ -424,7 +411,7 @@ def _masked(
                 document * width
                 + np.flatnonzero(in_ranges(data.tokens[document].start, data.tokens[document].end, ranges))
             )
-        rows = np.flatnonzero(of_test & ~np.isin(place, np.concatenate(hidden)))
+        rows = np.flatnonzero(is_test & ~np.isin(place, np.concatenate(hidden)))
         column = torch.from_numpy(scores[rows, p : p + 1])
-        found[:, p] = part_scores(data, settings.aggregator, column, torch.from_numpy(part[rows]))[:, 0]
-    return found
+        result[:, p] = part_scores(data, settings.aggregator, column, torch.from_numpy(part[rows]))[:, 0]
+    return result

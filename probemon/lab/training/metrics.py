@@ -1,9 +1,4 @@
-"""Ranks and thresholds over score matrices.
-
-auroc(scores, labels)                 # [P] fp64 from [N, P]; ties count half; NaN where a class is empty
-thresholds_at(scores, negative, 0.01) # [P]: at most 1 % of the negatives score strictly above
-path_scores(logits, parents)          # [N, P]: sigmoid times the parent's path score
-"""
+"""Ranks and thresholds over score matrices."""
 
 from __future__ import annotations
 
@@ -12,7 +7,7 @@ import torch
 
 
 def auroc(scores: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Area under the ROC curve of each column: scores [N, P], labels [N, P] with 1, 0 and -1 (left out)."""
+    """AUROC of each column, for scores and labels [N, P] (1, 0, -1: left out); NaN if a class is empty."""
     values, marks = scores.numpy(), labels.numpy()
     areas = np.full(values.shape[1], np.nan)
     for column in range(values.shape[1]):
@@ -22,7 +17,7 @@ def auroc(scores: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 
 
 def auroc_of(scores: np.ndarray, positive: np.ndarray) -> float:
-    """Probability that a positive outscores a negative, by the rank sum; ties count half."""
+    """Probability that a positive outscores a negative; ties count half."""
     n_positive, n_negative = int(positive.sum()), int((~positive).sum())
     if n_positive == 0 or n_negative == 0:
         return float("nan")
@@ -30,7 +25,7 @@ def auroc_of(scores: np.ndarray, positive: np.ndarray) -> float:
     ordered = scores[order]
     starts = np.flatnonzero(np.r_[True, ordered[1:] != ordered[:-1]])
     stops = np.r_[starts[1:], len(ordered)]
-    # Equal scores share the mean of the ranks (1-based) that they occupy.
+    # Ties share their mean rank.
     ranks = np.empty(len(scores))
     ranks[order] = np.repeat((starts + 1 + stops) / 2, stops - starts)
     rank_sum = float(ranks[positive].sum())
@@ -38,12 +33,11 @@ def auroc_of(scores: np.ndarray, positive: np.ndarray) -> float:
 
 
 def thresholds_at(scores: torch.Tensor, negative: torch.Tensor, rate: float) -> torch.Tensor:
-    """Lowest observed score [P] fp32 that at most a share `rate` of the column's negatives exceeds strictly."""
+    """Lowest observed score [P] fp32 that at most a share `rate` of the negatives exceeds strictly."""
     thresholds = torch.full((scores.shape[1],), float("nan"))
     for column in range(scores.shape[1]):
         values = scores[negative[:, column], column].sort(descending=True).values
         if len(values):
-            # The k+1 largest: k values lie above it, k / n <= rate.
             thresholds[column] = values[int(rate * len(values))]
     return thresholds
 
@@ -60,7 +54,7 @@ def path_scores(logits: torch.Tensor, parents: torch.Tensor) -> torch.Tensor:
 
 
 def expand_above(thresholds: torch.Tensor, parents: torch.Tensor) -> torch.Tensor:
-    """Smallest alert threshold among each probe's strict descendants [P]; +inf for a leaf."""
+    """Smallest alert threshold among strict descendants [P]; +inf for leaves."""
     smallest = torch.full_like(thresholds, float("inf"))
     for probe in range(len(parents) - 1, -1, -1):
         parent = int(parents[probe])
@@ -73,9 +67,8 @@ def expand_above(thresholds: torch.Tensor, parents: torch.Tensor) -> torch.Tenso
 def exact_cascade(
     scores: torch.Tensor, thresholds: torch.Tensor, parents: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What the exact cascade does to path scores [N, P]: (evaluated, fired), both [N, P] bool.
-
-    Roots are evaluated always, a child where its parent was and scored above `expand_above`.
+    """Return (evaluated, fired) [N, P] bool. Children are evaluated if their parent was, and scored above
+    `expand_above`.
     """
     expand = expand_above(thresholds, parents)
     evaluated = torch.zeros(scores.shape, dtype=torch.bool)

@@ -1,12 +1,9 @@
-"""All probes of a site trained together, so that a path score is the probability of its concept.
+"""Trains all probes of a site together, so that path scores are probabilities.
 
-    weights = fit(x, labels, ancestors, seeds, Recipe(), shape=())     # linear: {"w1" [P, 1, D], "b1" [P, 1]}
-    weights = fit(..., shape=(32, 16), start=linear)                   # ReLU layers, names as in a pack
+    weights = fit(x, labels, parents, seeds, Recipe(), shape=())     # linear: {"w1" [P, 1, D], "b1" [P, 1]}
 
-The loss is that of the score which is used: the product of the sigmoids from the root down, against the label, at
-every token as text has them. So a probe learns "this concept, given all above it", a parent gains from what its
-children know, and what scores .9 is right nine times in ten, at every depth. A token whose label is unknown says
-nothing of that concept.
+The loss is that of the path score (product of the sigmoids from the root), at every token. So a probe learns its
+concept given its ancestors.
 """
 
 from __future__ import annotations
@@ -18,12 +15,12 @@ from torch.nn import functional
 from tqdm import tqdm
 
 Weights = dict[str, torch.Tensor]
-HIGHEST = -1e-6  # log-probability to which a certain score is held, so that its complement has a logarithm
+HIGHEST = -1e-6  # of log-probabilities: the complement needs a logarithm
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """`rate`: the peak of one cycle; `decay`: of the matrices, not of the biases."""
+    """`rate`: peak of one cycle; `decay`: of matrices only."""
 
     epochs: int = 4
     batch: int = 2048
@@ -32,15 +29,14 @@ class Recipe:
 
 
 LINEAR = Recipe(decay=0.1)
-# Hidden layers are trained on from the linear solution, gently: from scratch they overfit.
+# From scratch, hidden layers overfit.
 HIDDEN = Recipe(epochs=1, rate=3e-4, decay=0.05)
 
 
 def initial(shape: tuple[int, ...], seeds: list[int], width: int, linear: Weights | None = None) -> Weights:
-    """Weights [P, ...] before training: zero for linear probes (shape ()), else He-normal from each probe's seed.
+    """Initial weights [P, ...]: zero for linear probes (shape ()), else He-normal from each probe's seed.
 
-    With `linear`, the first two units of both hidden layers carry that linear probe as relu(z) - relu(-z) and the last
-    layer reads nothing else: training begins at its solution.
+    With `linear`, two hidden units carry that probe as relu(z) - relu(-z).
     """
     n = len(seeds)
     if not shape:
@@ -70,7 +66,7 @@ def initial(shape: tuple[int, ...], seeds: list[int], width: int, linear: Weight
 
 
 def forward(x: torch.Tensor, weights: Weights) -> torch.Tensor:
-    """Logits [N, P] of every probe for x [N, D]; layers and names as in a pack, ReLU between layers."""
+    """Logits [N, P] of every probe for x [N, D]."""
     n_probes, width, _ = weights["w1"].shape
     flat = functional.linear(x, weights["w1"].reshape(n_probes * width, -1), weights["b1"].reshape(-1))
     if "w3" not in weights:
@@ -81,7 +77,7 @@ def forward(x: torch.Tensor, weights: Weights) -> torch.Tensor:
 
 
 def ancestors_of(parents: torch.Tensor) -> torch.Tensor:
-    """[P, P] fp32: 1 where the column's concept is the row's, or stands above it."""
+    """[P, P] fp32: 1 if the column's concept is the row's or its ancestor."""
     above = torch.eye(len(parents))
     for probe, parent in enumerate(parents.tolist()):
         if parent >= 0:
@@ -90,19 +86,19 @@ def ancestors_of(parents: torch.Tensor) -> torch.Tensor:
 
 
 def log_scores(logits: torch.Tensor, ancestors: torch.Tensor) -> torch.Tensor:
-    """Logarithms [N, P] of the path scores, at most `HIGHEST`."""
+    """Logarithms [N, P] of path scores, at most `HIGHEST`."""
     return (functional.logsigmoid(logits) @ ancestors.T).clamp(max=HIGHEST)
 
 
 def losses(logits: torch.Tensor, labels: torch.Tensor, ancestors: torch.Tensor) -> torch.Tensor:
-    """Cross-entropy [N, P] of the path scores with labels 1 and 0; 0 where the label is -1, unknown."""
+    """Cross-entropy [N, P] of path scores; 0 for label -1."""
     log_score = log_scores(logits, ancestors)
     complement = torch.log(-torch.expm1(log_score))
     return torch.where(labels == 1, -log_score, -complement) * (labels >= 0)
 
 
 def sibling_pairs(parents: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return ordered pairs of probes that share a parent, two tensors [Q]; roots are no siblings."""
+    """Return pairs of probes with a common parent, two tensors [Q]."""
     same = (parents[:, None] == parents[None, :]) & (parents[:, None] >= 0)
     same.fill_diagonal_(False)
     a, b = same.nonzero(as_tuple=True)
@@ -112,9 +108,7 @@ def sibling_pairs(parents: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def ranking_losses(
     logits: torch.Tensor, labels: torch.Tensor, pairs: tuple[torch.Tensor, torch.Tensor]
 ) -> torch.Tensor:
-    """How little the siblings that are there stand over those that are not [N]: the logistic loss of the difference of
-    their logits (Burges et al. 2005, "Learning to rank using gradient descent"), the mean over a token's pairs.
-    """
+    """Mean logistic loss [N] of logit differences of present and absent siblings (Burges et al. 2005, RankNet)."""
     a, b = pairs
     apart = (labels[:, a] == 1) & (labels[:, b] == 0)
     loss = functional.softplus(logits[:, b] - logits[:, a]) * apart
@@ -122,7 +116,7 @@ def ranking_losses(
 
 
 def starting_biases(labels: torch.Tensor, weight: torch.Tensor, parents: torch.Tensor) -> torch.Tensor:
-    """Biases [P] by which every score begins as its concept's share of the tokens, given its parent."""
+    """Biases [P] at which each score is its concept's share of tokens, given its parent."""
     share = ((labels == 1).float().T @ weight / weight.sum()).clamp(min=1e-6)
     above = torch.where(parents >= 0, share[parents.clamp(min=0)], torch.ones(()))
     return torch.logit((share / above).clamp(1e-5, 0.9))
@@ -130,7 +124,7 @@ def starting_biases(labels: torch.Tensor, weight: torch.Tensor, parents: torch.T
 
 @torch.no_grad()
 def logits_of(x: torch.Tensor, weights: Weights, batch: int = 1024) -> torch.Tensor:
-    """`forward` in batches, to bound memory."""
+    """`forward` in batches."""
     return torch.cat([forward(part, weights) for part in x.split(batch)])
 
 
@@ -148,10 +142,7 @@ def fit(
     ranking: float = 0.0,
     progress: bool = True,
 ) -> Weights:
-    """Weights of P probes for standardised x [N, D] and labels [N, P]. `weight` [N]: how much each token counts.
-
-    `ranking`: how much the order of siblings counts beside the loss of scores.
-    """
+    """Weights of P probes for standardised x [N, D] and labels [N, P]; `weight` [N] of tokens."""
     weight = torch.ones(len(x)) if weight is None else weight
     weights = {name: value.clone() for name, value in (start or initial(shape, seeds, x.shape[1])).items()}
     if not shape and start is None:

@@ -1,7 +1,4 @@
-"""What was trained, as one HTML page: layers, ROC curves, tokens of held-out texts, the worst mistakes first.
-
-page = report_html("mails", data, found, quality)
-"""
+"""HTML report of a training: layers, ROC curves, tokens of held-out texts."""
 
 from __future__ import annotations
 
@@ -17,7 +14,7 @@ from probemon.util.harmless_text import clip
 from probemon.util.templates import macros
 
 _CONCEPTS, _MISTAKES, _TOKENS = 24, 3, 160
-_LEAST_SPAN = 0.02  # of areas over the height of a curve: smaller differences are none
+_LEAST_SPAN = 0.02  # of the axis of areas
 
 
 def report_html(name: str, data: Dataset, found: TrainingMeasurement, quality: Mapping[str, Any]) -> str:
@@ -65,19 +62,19 @@ def _layers(quality: Mapping[str, Any]) -> dict[str, Any]:
 def _concepts(data: Dataset, quality: Mapping[str, Any]) -> list[list[str]]:
     names = {concept.id: concept.name for concept in data.concepts}
     rows = []
-    for id, found in quality["concepts"].items():
-        rate = found["tpr_at_fpr"]["0.01"]
+    for id, entry in quality["concepts"].items():
+        rate = entry["tpr_at_fpr"]["0.01"]
         rows.append(
             [
                 clip(names[id], 60),
-                _number(found["auroc"]),
-                "–" if found["low"] is None else f"{found['low']:.3f}–{found['high']:.3f}",
+                _number(entry["auroc"]),
+                "–" if entry["low"] is None else f"{entry['low']:.3f}–{entry['high']:.3f}",
                 "too few" if rate is None else f"{rate['rate']:.2f}",
-                _number(found["without_giveaways"]),
-                *(_number(found["baselines"][name]) for name in NAMES),
-                _number(found["shuffled"]),
-                _number(found["random_direction"]),
-                f"{found['n_positive']} + {found['n_negative']}",
+                _number(entry["without_giveaways"]),
+                *(_number(entry["baselines"][name]) for name in NAMES),
+                _number(entry["shuffled"]),
+                _number(entry["random_direction"]),
+                f"{entry['n_positive']} + {entry['n_negative']}",
             ]
         )
     return rows
@@ -87,10 +84,10 @@ def _number(value: float | None) -> str:
     return "–" if value is None else f"{value:.3f}"
 
 
-def _roc(data: Dataset, found: TrainingMeasurement, p: int) -> tuple[str, str, str, int]:
-    own, size = found.test_of(p), 200
-    known = data.known[own, p]
-    curves = (found.highest[found.method][own, p], found.baselines["words"][own, p])
+def _roc(data: Dataset, measurement: TrainingMeasurement, p: int) -> tuple[str, str, str, int]:
+    tested, size = measurement.test_of(p), 200
+    known = data.known[tested, p]
+    curves = (measurement.highest[measurement.method][tested, p], measurement.baselines["words"][tested, p])
     probe, words = (_curve(scores, known, size) for scores in curves)
     return data.concepts[p].name, probe, words, size
 
@@ -100,19 +97,19 @@ def _curve(scores: np.ndarray, known: np.ndarray, size: int) -> str:
     scores, positive = scores[use], known[use] == 1
     order = np.argsort(-scores, kind="stable")
     last = np.flatnonzero(np.r_[np.diff(scores[order]) != 0, True]) if len(order) else np.zeros(0, dtype=np.int64)
-    found, wrong = np.cumsum(positive[order])[last], np.cumsum(~positive[order])[last]
-    points = zip(np.r_[0, wrong / max(1, (~positive).sum())], np.r_[0, found / max(1, positive.sum())], strict=True)
+    right, wrong = np.cumsum(positive[order])[last], np.cumsum(~positive[order])[last]
+    points = zip(np.r_[0, wrong / max(1, (~positive).sum())], np.r_[0, right / max(1, positive.sum())], strict=True)
     return " ".join(f"{size * a:.1f},{size * (1 - b):.1f}" for a, b in points)
 
 
-def _mistakes(data: Dataset, found: TrainingMeasurement, p: int) -> list[tuple[str, list[Any]]]:
-    highest = found.highest[found.method][:, p]
-    known = np.where(found.test_of(p) & ~np.isnan(highest), data.known[:, p], -1)
+def _mistakes(data: Dataset, measurement: TrainingMeasurement, p: int) -> list[tuple[str, list[Any]]]:
+    highest = measurement.highest[measurement.method][:, p]
+    known = np.where(measurement.test_of(p) & ~np.isnan(highest), data.known[:, p], -1)
 
     def texts(side: int, sign: int, most: int) -> list[Any]:
         parts = np.flatnonzero(known == side)
         parts = parts[np.argsort(sign * highest[parts], kind="stable")][:most]
-        return [(float(highest[part]), _pieces(data, found, int(part), p)) for part in parts]
+        return [(float(highest[part]), _pieces(data, measurement, int(part), p)) for part in parts]
 
     return [
         ("without it, and the highest scores", texts(0, -1, _MISTAKES)),
@@ -121,31 +118,30 @@ def _mistakes(data: Dataset, found: TrainingMeasurement, p: int) -> list[tuple[s
     ]
 
 
-def _pieces(data: Dataset, found: TrainingMeasurement, part: int, p: int) -> list[str | tuple[str, float, bool]]:
-    """Return a text in pieces: of each token its text, its score and whether it fires, and what is between them."""
+def _pieces(data: Dataset, measurement: TrainingMeasurement, part: int, p: int) -> list[str | tuple[str, float, bool]]:
+    """Return (text, score, fires) of tokens, and strings between."""
     document = int(data.document[part])
     text, tokens = data.texts[document].text, data.tokens[document]
-    rows = np.flatnonzero(found.part == part)
+    rows = np.flatnonzero(measurement.part == part)
     if tokens.start.min() < 0:
         return [clip(text, 600)]
-    begin = _busiest(found.scores[rows, p])
-    at = int(tokens.start[found.position[rows[begin]]])
+    begin = _busiest(measurement.scores[rows, p])
+    at = int(tokens.start[measurement.position[rows[begin]]])
     pieces: list[str | tuple[str, float, bool]] = ["… "] if at else []
     for row in rows[begin : begin + _TOKENS]:
-        token, value = int(found.position[row]), float(found.scores[row, p])
+        token, value = int(measurement.position[row]), float(measurement.scores[row, p])
         start, end = int(tokens.start[token]), int(tokens.end[token])
-        if start < at:  # a character of several tokens, or a text that was sampled
+        if start < at:  # a character of several tokens, or a sampled text
             continue
         pieces += [
             text[at:start] if start - at <= 80 else " … ",
-            (text[start:end], value, value > found.alert_threshold[p]),
+            (text[start:end], value, value > measurement.alert_threshold[p]),
         ]
         at = end
     return pieces + [" …"] * (begin + _TOKENS < len(rows))
 
 
 def _busiest(scores: np.ndarray) -> int:
-    """Where the stretch of tokens begins that is shown: some before the highest score."""
     if len(scores) <= _TOKENS:
         return 0
     return int(np.clip(int(np.argmax(scores)) - _TOKENS // 2, 0, len(scores) - _TOKENS))

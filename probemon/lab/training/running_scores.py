@@ -1,7 +1,4 @@
-"""The score of a text as a rule sees it: the highest of an aggregator's running scores over its tokens.
-
-highest = highest_running(Ema(0.3), scores, part, n_parts)         # [S, P] of scores [N, P], rows in order
-"""
+"""The score of a text as in a rule: the highest running score over its tokens."""
 
 from __future__ import annotations
 
@@ -16,11 +13,11 @@ from probemon.core.scores import Floats
 from probemon.lab.training.crossvalidation import Doubles, part_means
 from probemon.lab.training.dataset import Dataset
 
-_VALUES = 1 << 22  # scores of a batch of parts, with padding
+_VALUES = 1 << 22  # scores, with padding
 
 
 def highest_running(aggregator: Aggregator, scores: Tensor, part: Tensor, n_parts: int) -> Doubles:
-    """Return `[S, P]`; NaN for a part without rows."""
+    """Return `[S, P]` for scores `[N, P]`, rows in order; NaN for a part without rows."""
     n_concepts = scores.shape[1]
     if isinstance(aggregator, (Each, Max)):
         highest = torch.full((n_parts, n_concepts), -torch.inf)
@@ -29,27 +26,25 @@ def highest_running(aggregator: Aggregator, scores: Tensor, part: Tensor, n_part
     lengths = torch.bincount(part, minlength=n_parts).numpy()
     order = torch.argsort(part, stable=True)
     first = np.cumsum(lengths) - lengths
-    found = np.full((n_parts, n_concepts), np.nan)
-    # Parts of like length run side by side: to an aggregator they are so many more concepts.
+    highest_by_part = np.full((n_parts, n_concepts), np.nan)
+    # Parts of like length run in parallel, as more concepts.
     by_length = np.argsort(-lengths, kind="stable")
     by_length = by_length[lengths[by_length] > 0]
     while len(by_length):
         longest = int(lengths[by_length[0]])
-        together, by_length = np.split(by_length, [max(1, _VALUES // (longest * n_concepts))])
-        state, best = aggregator.begin(), np.full((len(together), n_concepts), -np.inf)
+        batch, by_length = np.split(by_length, [max(1, _VALUES // (longest * n_concepts))])
+        state, best = aggregator.begin(), np.full((len(batch), n_concepts), -np.inf)
         for t in range(longest):
-            going = lengths[together] > t
-            rows = order[torch.from_numpy(first[together] + np.minimum(t, lengths[together] - 1))]
+            going = lengths[batch] > t
+            rows = order[torch.from_numpy(first[batch] + np.minimum(t, lengths[batch] - 1))]
             state, values = aggregator.add(state, scores[rows].numpy().reshape(-1))
             best = np.where(going[:, None], np.maximum(best, values.reshape(best.shape)), best)
-        found[together] = best
-    return found
+        highest_by_part[batch] = best
+    return highest_by_part
 
 
 def part_scores(data: Dataset, aggregator: Aggregator, scores: Tensor, part: Tensor) -> Doubles:
-    """Return the score of each part `[S, P]` from those of its tokens `[N, P]`: of a text the highest running score, as
-    a rule sees it; of stretches that spans mark the mean, since they are not of one length.
-    """
+    """Return scores of parts `[S, P]` from those of tokens `[N, P]`: highest running score of a text, mean of spans."""
     n_parts = len(data.known)
     highest = highest_running(aggregator, scores, part, n_parts)
     if not data.of_span.any():
@@ -58,7 +53,7 @@ def part_scores(data: Dataset, aggregator: Aggregator, scores: Tensor, part: Ten
 
 
 def by_path(scores: Floats, parents: Sequence[Sequence[int]]) -> None:
-    """Multiply own scores `[N, P]` by the highest path score of a parent, those above first, in place."""
+    """Turn scores `[N, P]` into path scores in place."""
     done: set[int] = set()
 
     def multiply(p: int) -> None:

@@ -1,4 +1,4 @@
-"""What training is told.
+"""Settings of training.
 
 settings = TrainingSettings(layers="auto", watch="ema:0.3", fpr=0.01)
 """
@@ -21,28 +21,27 @@ from probemon.lab.training.fitting import METHODS
 from probemon.lab.training.state_store import BUDGET
 from probemon.util.checks import check_choice, check_count, check_share, shown
 
-DEPTHS = (0.25, 0.4, 0.5, 0.6, 0.75)  # of the layers that a sweep tries
+DEPTHS = (0.25, 0.4, 0.5, 0.6, 0.75)  # of the layers to try
 
 
 @dataclass(frozen=True)
 class TrainingSettings:
     """Settings of `train`.
 
-    - `layers`: "auto" for five of them between a quarter and three quarters of the depth; or numbers, or sites
-    - `method`: of the probes that are written: "auto" for the kind that does best on a fifth of the training groups,
-      or one of `probemon.lab.training.candidates`, or "mass_mean" or "lda"
-    - `watch`: the aggregator whose running score will be watched; a text's score is the highest of it
-    - `roles`: whose turns count in a chat
-    - `chat_date`: the day, as YYYY-MM-DD, that chats are rendered with where the model's template writes today's date
-    - `exclusive`: a text has its labels and no other concept
-    - `held_out`: groups that train nothing, for a test outside
-    - `generate`: a concept with fewer texts gets as many as it lacks from the model, which train and do nothing else
-    - `background`: whether text about nothing in particular is learnt as being of no concept
-    - `fpr`: the false-positive rate of alert thresholds
-    - `precision`: the share of what fires that is to be right, for a further set of thresholds, which is recommended
-      where every concept is shown to reach it
-    - `states`: a folder for hidden states, kept for the next run; `budget`: its size in bytes
-    - `memory`: bytes of states in memory at once
+    - `layers`: "auto" (five between a quarter and three quarters of the depth), numbers, or sites
+    - `method`: "auto" (the best on a fifth of the training groups), one of `probemon.lab.training.candidates`,
+      "mass_mean" or "lda"
+    - `watch`: aggregator of the running score
+    - `roles`: turns of a chat that count
+    - `chat_date`: YYYY-MM-DD, for templates that write today's date
+    - `exclusive`: texts have no other concepts than their labels
+    - `held_out`: groups that are only tested on
+    - `generate`: least texts of a concept; the model writes more, for training only
+    - `background`: train on ordinary text
+    - `fpr`: false-positive rate of alert thresholds
+    - `precision`: of a second set, recommended if all concepts reach it
+    - `states`: folder for hidden states, reused; `budget`: its size in bytes
+    - `memory`: bytes of states in memory
     """
 
     layers: str | int | Sequence[int | str] = "auto"
@@ -78,7 +77,7 @@ class TrainingSettings:
 
     @property
     def aggregator(self) -> Aggregator:
-        """What is watched."""
+        """The watched aggregator."""
         return named(self.watch)
 
     def folder(self, out: Path) -> Path:
@@ -92,15 +91,15 @@ class TrainingSettings:
         return cache_dir() / "states" / sha256(os.fsencode(out.resolve())).hexdigest()[:16]
 
     def sites(self, n_layers: int) -> list[str]:
-        """Return the sites to try in a host of so many layers, the earliest first. Raises `ConfigError`."""
+        """Return the sites to try for `n_layers`, earliest first. Raises `ConfigError`."""
         if isinstance(self.layers, bool) or not isinstance(self.layers, (str, int, Sequence)):
             raise ConfigError(f'layers is {shown(self.layers)}: give "auto", or numbers of layers')
         if self.layers == "auto":
             return [f"resid_post.{layer}" for layer in sorted({int(depth * n_layers) for depth in DEPTHS})]
-        given: list[Any] = [self.layers] if isinstance(self.layers, int) else list(self.layers)
+        entries: list[Any] = [self.layers] if isinstance(self.layers, int) else list(self.layers)
         if isinstance(self.layers, str):
-            given = [part.strip() for part in self.layers.split(",") if part.strip()]
-        sites = [str(one) if "." in str(one) else f"resid_post.{one}" for one in given]
+            entries = [part.strip() for part in self.layers.split(",") if part.strip()]
+        sites = [str(entry) if "." in str(entry) else f"resid_post.{entry}" for entry in entries]
         for site in sites:
             if is_recurrent(site):
                 raise ConfigError(
@@ -115,7 +114,7 @@ class TrainingSettings:
         return sorted(sites, key=lambda site: (parse_site(site)[1], site))
 
     def as_dict(self) -> dict[str, Any]:
-        """Return what the probes depend on, as JSON."""
+        """Return the settings that affect probes, as JSON."""
         return {
             "layers": self.layers if isinstance(self.layers, (str, int)) else list(self.layers),
             "method": self.method,

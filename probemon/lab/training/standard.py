@@ -1,8 +1,7 @@
-"""Standardises states before training, and puts that into the weights after it.
+"""Standardises states for training, and folds that into the weights.
 
 standard = Standard.of(x)                               # prepared states [N, D]
-weights = fit(standard(x), ...)
-folded = fold(weights, standard, torch.bfloat16)        # the same probes, for x itself
+folded = fold(fit(standard(x), ...), standard, torch.bfloat16)
 """
 
 from __future__ import annotations
@@ -17,14 +16,14 @@ Weights = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class Standard:
-    """What standardises normalised states: (x - mean) / scale, [D] each."""
+    """(x - mean) / scale, [D] each."""
 
     mean: Tensor
     scale: Tensor
 
     @classmethod
     def of(cls, x: Tensor) -> Standard:
-        """Take mean and deviation from prepared states `[N, D]`."""
+        """From prepared states `[N, D]`."""
         return cls(x.mean(0), x.std(0).clamp(min=1e-6))
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -32,9 +31,9 @@ class Standard:
 
 
 def fold(weights: Weights, standard: Standard, dtype: torch.dtype = torch.bfloat16) -> Weights:
-    """The same probes for states that are not standardised: scale into w1 before rounding, mean into b1 after.
+    """Return the probes for states that are not standardised.
 
-    Because b1 uses the rounded w1, a probe's output at the mean state is exact however coarse the dtype.
+    b1 uses the rounded w1, so outputs at the mean state are exact.
     """
     folded = {name: value.clone() if name[0] == "b" else value.to(dtype) for name, value in weights.items()}
     folded["w1"] = (weights["w1"] / standard.scale).to(dtype)
@@ -43,5 +42,5 @@ def fold(weights: Weights, standard: Standard, dtype: torch.dtype = torch.bfloat
 
 
 def as_fp32(weights: Weights) -> Weights:
-    """Return weights of any dtype as fp32."""
+    """Return weights as fp32."""
     return {name: value.float() for name, value in weights.items()}

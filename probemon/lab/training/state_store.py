@@ -1,15 +1,11 @@
-"""Hidden states of chosen tokens on disk: written once, gone on with after a kill, read as memory.
+"""Hidden states of chosen tokens on disk: resumable, and read by row.
 
-    plan = StatePlan.of(readers, texts, budget=4 << 30, seed=0)    # which tokens of which texts, within a budget
-    store = collect_states(plan, "states/", progress=bar.update)   # nothing to do where they lie there already
-    store.states("resid_post.15")[rows]                            # [n, D] of rows [n], as the host made them
-    store.document, store.position                                 # [R] int64: of which text and which of its tokens
+    store = collect_states(StatePlan(reader, texts, tokens, kept), "states/")
+    store.states("resid_post.15")[rows]                            # [n, D] of rows [n], in the model's dtype
 
-A folder holds one safetensors file a site, and `states.json`, which is replaced after every shard of texts and
-says how many rows are whole. What makes states what they are is hashed into
-their key: weights, adapters, precision, tokens, sites, windows, versions. States of another key are replaced. What
-no key can say, a hook that steers, shows in a few texts that are read again before states are taken. Whoever reads or
-writes a folder holds it, `with held(folder)`: two runs of unlike texts would write into each other's states.
+A folder has one safetensors file for each site, and `states.json` with a key: a hash of weights, adapters, precision,
+tokens, sites, windows, versions. States with another key are replaced. A few texts are read again first, because the
+key misses steering hooks. Use a folder only `with held(folder)`.
 """
 
 from __future__ import annotations
@@ -43,8 +39,7 @@ from probemon.util.files import write_text_atomically
 
 STATE, BUDGET = "states.json", 4 << 30
 _FORMAT = 4
-# Of texts that lie there so many are read again. Their states may differ by a share of their length, by rounding: of
-# any token by the first number, and on average, since rounding goes all ways and steering one, by the second.
+# Texts read again; largest relative differences of any token, and of the mean, which steering shifts.
 _READ_AGAIN = 8
 _ROUNDING = {
     torch.float32: (1e-3, 1e-4),
@@ -56,7 +51,7 @@ _ROUNDING = {
 
 @dataclass(frozen=True)
 class SiteKind:
-    """What a state of a site is: `width` values of a dtype. Those of recurrent layers are fp32 in every host."""
+    """`width` and dtype of a site's states; fp32 for recurrent layers."""
 
     width: int
     dtype: torch.dtype
@@ -67,10 +62,7 @@ class SiteKind:
 
 
 class TextReader:
-    """Tokens and states of texts: those of chats, whose template has its special tokens in the text, are read as such.
-
-    reader = TextReader(model, tokenizer, ["resid_post.15"])
-    """
+    """Tokens and states of texts; special tokens in chats are parsed."""
 
     def __init__(self, model: Any, tokenizer: Any, sites: Sequence[str], reading: Reading | None = None) -> None:
         check_sites_once(sites)
@@ -81,12 +73,12 @@ class TextReader:
 
     @property
     def host(self) -> Any:
-        """The host itself, without wrappers."""
+        """The unwrapped model."""
         return self.plain.host
 
     @property
     def kinds_of(self) -> dict[str, SiteKind]:
-        """How many values a state has at each site, and in which dtype."""
+        """Width and dtype by site."""
         return {
             site: SiteKind(width, torch.float32 if is_recurrent(site) else self.host.dtype)
             for site, width in self.plain.widths.items()
@@ -94,11 +86,11 @@ class TextReader:
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of the states of a token at all sites."""
+        """Bytes of a token's states at all sites."""
         return sum(kind.row_bytes for kind in self.kinds_of.values())
 
     def kinds(self, texts: Sequence[Text]) -> list[tuple[StateReader, list[int]]]:
-        """Return a reader, and the texts `[n]` that are for it, by place: plain ones first."""
+        """Return readers with the indices of their texts, plain ones first."""
         chosen: list[tuple[StateReader, list[int]]] = [
             (self.plain, [i for i, text in enumerate(texts) if not text.is_chat]),
             (self.chats, [i for i, text in enumerate(texts) if text.is_chat]),
@@ -106,21 +98,21 @@ class TextReader:
         return [(reader, places) for reader, places in chosen if places]
 
     def tokens(self, texts: Sequence[Text]) -> list[WindowTokens]:
-        """Return the tokens of each text. Raises `TrainingError` for one that has none."""
-        found: dict[int, WindowTokens] = {}
+        """Return the tokens of each text. Raises `TrainingError` for one without tokens."""
+        by_place: dict[int, WindowTokens] = {}
         for reader, places in self.kinds(texts):
             for shard in _shards(texts, places):
                 planned = reader.plan(shard)
                 for document, tokens in zip(planned.documents, planned.tokens, strict=True):
                     if tokens is None:
                         raise TrainingError(f"{texts[places[document.index]].where}: {document.reason}")
-                    found[places[document.index]] = tokens
-        return [found[i] for i in range(len(texts))]
+                    by_place[places[document.index]] = tokens
+        return [by_place[i] for i in range(len(texts))]
 
 
 @dataclass(frozen=True)
 class StatePlan:
-    """Which states are kept: those of tokens `kept` (positions, in order) of each text."""
+    """The states to keep: tokens `kept` (positions, in order) of each text."""
 
     reader: TextReader
     texts: Sequence[Text]
@@ -132,25 +124,32 @@ class StatePlan:
         return sum(map(len, self.kept))
 
     def kinds(self) -> list[tuple[StateReader, list[int]]]:
-        """Return a reader, and the texts that it reads, by place: those of which tokens are kept."""
-        read = [(reader, [i for i in places if len(self.kept[i])]) for reader, places in self.reader.kinds(self.texts)]
-        return [(reader, places) for reader, places in read if places]
+        """Like `TextReader.kinds`, for texts with kept tokens."""
+        readers = [
+            (reader, [i for i in places if len(self.kept[i])]) for reader, places in self.reader.kinds(self.texts)
+        ]
+        return [(reader, places) for reader, places in readers if places]
 
     @property
     def key(self) -> dict[str, Any]:
-        """What the states depend on, as JSON."""
-        host, digest = self.reader.host, hashlib.sha256()
-        for text, tokens, kept in zip(self.texts, self.tokens, self.kept, strict=True):
-            for part in (np.asarray([text.is_chat, len(tokens), len(kept)]), tokens.ids, kept, *_around(tokens)):
+        """Everything that the states depend on, as JSON."""
+        model, digest = self.reader.host, hashlib.sha256()
+        for text, tokens, positions in zip(self.texts, self.tokens, self.kept, strict=True):
+            for part in (
+                np.asarray([text.is_chat, len(tokens), len(positions)]),
+                tokens.ids,
+                positions,
+                *_around(tokens),
+            ):
                 digest.update(np.asarray(part, dtype=np.int64).tobytes())
         window = self.reader.plain.window
         return {
             "format": _FORMAT,
-            "host": weights_fingerprint(host),
-            "adapters": adapters_fingerprint(self.reader.plain.model, host),
-            "config": config_fingerprint(host),
-            "dtype": str(host.dtype).removeprefix("torch."),
-            "device": host.device.type,
+            "host": weights_fingerprint(model),
+            "adapters": adapters_fingerprint(self.reader.plain.model, model),
+            "config": config_fingerprint(model),
+            "dtype": str(model.dtype).removeprefix("torch."),
+            "device": model.device.type,
             "widths": [kind.width for kind in self.reader.kinds_of.values()],
             "sites": list(self.reader.sites),
             "window": [window.n_tokens, window.overlap],
@@ -167,34 +166,32 @@ def _around(tokens: WindowTokens) -> tuple[Ints, Ints]:
 def within_budget(
     wanted: Sequence[Ints], whole: Sequence[bool], *, row_bytes: int, budget: int, seed: int
 ) -> list[Ints]:
-    """Return which of the `wanted` positions of each text are kept, in at most about `budget` bytes.
+    """Return the kept positions of each text, in about `budget` bytes.
 
-    Texts that are `whole` keep all their tokens, or none: a running score over some of them is not that of the text.
-    Where not all have room, whole texts take at most three quarters of it, in an order drawn by the seed; of the others
-    tokens are drawn, each as likely, by the seed and by their place alone; a text of which none was keeps its last.
+    `whole` texts keep all tokens or none, because running scores need all; in random order, up to three quarters of the
+    budget. Tokens of other texts are drawn evenly, at least the last one.
     """
     lengths, is_whole = np.asarray(list(map(len, wanted)), dtype=np.int64), np.asarray(whole, dtype=bool)
-    room = budget / row_bytes
+    most_rows = budget / row_bytes
     taken = is_whole.copy()
-    if lengths.sum() > room:
+    if lengths.sum() > most_rows:
         drawn = np.random.default_rng(seed).permutation(np.flatnonzero(is_whole))
-        taken[drawn[np.cumsum(lengths[drawn]) > 0.75 * room]] = False
+        taken[drawn[np.cumsum(lengths[drawn]) > 0.75 * most_rows]] = False
     n_others = int(lengths[~is_whole].sum())
-    share = min(1.0, max(0.0, room - int(lengths[taken].sum())) / n_others) if n_others else 1.0
-    kept = []
+    share = min(1.0, max(0.0, most_rows - int(lengths[taken].sum())) / n_others) if n_others else 1.0
+    kept_positions = []
     for i, positions in enumerate(wanted):
         if is_whole[i]:
             positions = positions if taken[i] else positions[:0]
         elif share < 1 and len(positions):
             chosen = sample(share, seed, i, positions)
-            # It would be left out else.
             positions = positions[-1:] if chosen is None else positions[chosen]
-        kept.append(positions)
-    return kept
+        kept_positions.append(positions)
+    return kept_positions
 
 
 def drawn_evenly(wanted: Sequence[Ints], *, row_bytes: int, budget: int, seed: int) -> list[Ints]:
-    """Return which of the `wanted` positions of each text are kept: as many as `budget` bytes hold, each as likely."""
+    """Return the kept positions of each text: as many as fit `budget` bytes, drawn evenly."""
     ends = np.cumsum([0, *map(len, wanted)])
     chosen = np.zeros(ends[-1], dtype=bool)
     chosen[np.random.default_rng(seed).permutation(len(chosen))[: budget // row_bytes]] = True
@@ -203,9 +200,7 @@ def drawn_evenly(wanted: Sequence[Ints], *, row_bytes: int, budget: int, seed: i
 
 @dataclass(frozen=True)
 class StateStore:
-    """States in a folder: `document`, `position` `[R]` of each row; `first [N]`, the first row of each text. `kinds`:
-    of each site, what its states are.
-    """
+    """States in a folder: `document`, `position` `[R]` of each row; `first [N]` row of each text."""
 
     folder: Path
     kinds: Mapping[str, SiteKind]
@@ -227,7 +222,7 @@ class StateStore:
 
 @dataclass(frozen=True)
 class SiteStates:
-    """The states of a site, `shape` [R, D], from `begin` on in a file. Rows are read as they are asked for."""
+    """States of a site, `shape` [R, D], from byte `begin` of a file; rows are read on demand."""
 
     path: Path
     begin: int
@@ -235,10 +230,10 @@ class SiteStates:
     dtype: torch.dtype
 
     def __getitem__(self, rows: Tensor) -> Tensor:
-        """Return rows `[n, D]` by their numbers, as a copy."""
+        """Return a copy of rows `[n, D]`."""
         if not len(rows):
             return torch.zeros(0, self.shape[1], dtype=self.dtype)
-        # Mapped anew each time: pages that were read count as this process's memory as long as they are mapped.
+        # Mapped pages count as this process's memory.
         row_bytes = self.shape[1] * self.dtype.itemsize
         mapped = np.memmap(self.path, mode="r", offset=self.begin, shape=(self.shape[0], row_bytes))
         return torch.from_numpy(mapped[rows.numpy()]).view(self.dtype)
@@ -246,9 +241,9 @@ class SiteStates:
 
 @contextmanager
 def held(folder: str | os.PathLike[str]) -> Iterator[None]:
-    """Hold a folder of states, which is made if it is not there, until the end of the block or of the process.
+    """Lock a folder of states, made if missing, for the block.
 
-    Raises `TrainingError` where another run holds it, or it cannot be held.
+    Raises `TrainingError` if another run has it, or it cannot be made.
     """
     try:
         Path(folder).mkdir(parents=True, exist_ok=True)
@@ -256,7 +251,7 @@ def held(folder: str | os.PathLike[str]) -> Iterator[None]:
     except OSError as error:
         raise TrainingError(f"{folder} cannot hold states ({error.strerror}): choose another folder") from error
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the folder itself: nothing is left beside the states
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # no lock file
         yield
     except BlockingIOError:
         raise TrainingError(
@@ -269,9 +264,9 @@ def held(folder: str | os.PathLike[str]) -> Iterator[None]:
 def collect_states(
     plan: StatePlan, folder: str | os.PathLike[str], *, progress: Callable[[int], object] | None = None
 ) -> StateStore:
-    """Read the states of a plan into a folder; what lies there already of the same plan is not read again.
+    """Read the states of a plan into a folder; existing ones are reused. Raises `TrainingError` if it has other files.
 
-    `progress` is called with the number of tokens that ran. Raises `TrainingError` where the folder holds other files.
+    `progress` gets numbers of tokens.
     """
     folder = Path(folder)
     kinds, key = plan.reader.kinds_of, plan.key
@@ -297,11 +292,11 @@ def collect_states(
                 skipped -= len(places)
                 continue
             for shard in _shards(plan.texts, places[skipped:]):
-                for read, tokens, states in reader.states([shard]):
-                    kept = torch.from_numpy(plan.kept[places[skipped + read.index]])
+                for read_document, tokens, states in reader.states([shard]):
+                    kept_positions = torch.from_numpy(plan.kept[places[skipped + read_document.index]])
                     for site, hidden in states.items():
-                        files.append(site, hidden[kept.to(hidden.device)])
-                    rows += len(kept)
+                        files.append(site, hidden[kept_positions.to(hidden.device)])
+                    rows += len(kept_positions)
                     done += 1
                     if progress is not None:
                         progress(len(tokens))
@@ -313,22 +308,25 @@ def collect_states(
 
 
 def _are_still_so(plan: StatePlan, store: StateStore, done: Sequence[int], n_rows: int) -> bool:
-    """Whether the host still makes the `n_rows` states that lie there, of a few of the texts `done`, short ones."""
-    some = sorted((i for i in done if len(plan.kept[i])), key=lambda i: (len(plan.tokens[i]), i))[:_READ_AGAIN]
-    moved: dict[str, list[Tensor]] = {site: [] for site in store.sites}
-    for reader, places in plan.reader.kinds([plan.texts[i] for i in some]):
-        for read, _, states in reader.states(_shards(plan.texts, [some[place] for place in places])):
-            i = some[places[read.index]]
+    """Whether the model still gives the same states for a few short texts."""
+    sampled = sorted((i for i in done if len(plan.kept[i])), key=lambda i: (len(plan.tokens[i]), i))[:_READ_AGAIN]
+    differences: dict[str, list[Tensor]] = {site: [] for site in store.sites}
+    for reader, places in plan.reader.kinds([plan.texts[i] for i in sampled]):
+        for document, _, states in reader.states(_shards(plan.texts, [sampled[place] for place in places])):
+            i = sampled[places[document.index]]
             rows = torch.arange(len(plan.kept[i])) + int(store.first[i])
             for site, hidden in states.items():
-                there = replace(store.states(site), shape=(n_rows, store.kinds[site].width))
-                before, now = there[rows].double(), hidden.cpu()[torch.from_numpy(plan.kept[i])].double()
-                moved[site].append((now - before) / before.norm(dim=1, keepdim=True).clamp(min=1e-12))
-    # Of recurrent layers, too: what they read is the host's.
-    of_token, of_all = of_dtype(_ROUNDING, plan.reader.host.dtype, "rounding of states")
+                stored = replace(store.states(site), shape=(n_rows, store.kinds[site].width))
+                before, now = stored[rows].double(), hidden.cpu()[torch.from_numpy(plan.kept[i])].double()
+                differences[site].append((now - before) / before.norm(dim=1, keepdim=True).clamp(min=1e-12))
+    # Recurrent layers also read the model's dtype.
+    largest, mean_limit = of_dtype(_ROUNDING, plan.reader.host.dtype, "rounding of states")
     return all(
-        bool((parts := torch.cat(of_site)).norm(dim=1).le(of_token).all() and parts.mean(dim=0).norm() <= of_all)
-        for of_site in moved.values()
+        bool(
+            (parts := torch.cat(site_differences)).norm(dim=1).le(largest).all()
+            and parts.mean(dim=0).norm() <= mean_limit
+        )
+        for site_differences in differences.values()
     )
 
 
@@ -337,17 +335,17 @@ def _shards(texts: Sequence[Text], places: Sequence[int]) -> Iterator[DocumentSh
 
 
 def _begun(folder: Path, key: Mapping[str, Any], kinds: Mapping[str, SiteKind]) -> tuple[int, int]:
-    """Return how many rows and texts of a key lie in a folder. Raises `TrainingError` for a folder of other things."""
+    """Return the numbers of stored rows and texts of this key. Raises `TrainingError`."""
     state = folder / STATE
     if folder.exists() and not state.is_file() and any(folder.iterdir()):
         raise TrainingError(f"{folder} holds other files than states: choose another folder for them")
     try:
-        stated = json.loads(state.read_text(encoding="utf-8"))
-        whole = all(
-            (folder / _file(site)).stat().st_size >= stated["rows"] * kind.row_bytes for site, kind in kinds.items()
+        saved = json.loads(state.read_text(encoding="utf-8"))
+        is_complete = all(
+            (folder / _file(site)).stat().st_size >= saved["rows"] * kind.row_bytes for site, kind in kinds.items()
         )
-        if stated["key"] == key and whole:
-            return int(stated["rows"]), int(stated["texts"])
+        if saved["key"] == key and is_complete:
+            return int(saved["rows"]), int(saved["texts"])
     except (OSError, ValueError, KeyError, TypeError):
         pass
     return 0, 0
@@ -362,7 +360,6 @@ def _file(site: str) -> str:
 
 
 def _header(site: str, rows: int, kind: SiteKind) -> bytes:
-    """The beginning of a safetensors file with the one tensor `states`."""
     shape = {"dtype": code_of(kind.dtype), "shape": [rows, kind.width], "data_offsets": [0, rows * kind.row_bytes]}
     text = json.dumps({"__metadata__": {"site": site}, "states": shape}).encode()
     text += b" " * (-len(text) % 64)
@@ -370,7 +367,7 @@ def _header(site: str, rows: int, kind: SiteKind) -> bytes:
 
 
 class _Files:
-    """The files of a folder, one a site, written from row `rows` on."""
+    """Files of all sites, written from row `rows` on."""
 
     def __init__(self, folder: Path, kinds: Mapping[str, SiteKind], n_rows: int, rows: int) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -379,7 +376,7 @@ class _Files:
             stream = (folder / _file(site)).open("r+b" if (folder / _file(site)).exists() else "w+b")
             header = _header(site, n_rows, kind)
             stream.write(header)
-            # What was written after the last shard that is whole is written again.
+            # Drop rows after the last whole shard.
             stream.truncate(len(header) + rows * kind.row_bytes)
             stream.seek(0, os.SEEK_END)
             self._open[site] = stream

@@ -1,11 +1,7 @@
-"""Makes of examples what a host reads: texts, of chats in its own template, and the tokens of each that count.
+"""Renders examples as texts for the model, and marks the tokens that count.
 
-    texts = render(examples, tokenizer, roles=("assistant",))
-    read = tokenise(texts, tokenizer, reader)          # the tokens of each text
-    read[0].counts                                     # [T] bool: not of the template, nor of another role
-
-A chat's turns stand where the template puts marks that are given in their places, with or without the white space
-around them; where it does not say, it is an error.
+texts = render(examples, tokenizer, roles=("assistant",))
+texts[0].counts(tokens)                            # [T] bool
 """
 
 from __future__ import annotations
@@ -27,17 +23,17 @@ from probemon.lab.corpora.windows import WindowTokens
 from probemon.lab.training.examples import Example
 
 Ranges = tuple[tuple[int, int], ...]
-_MARK = "\uf8ff"  # of the private use area: of no chat, and of no template
+_MARK = "\uf8ff"  # of the private use area
 
 
 @dataclass(frozen=True)
 class Text:
-    """What a host reads of an example.
+    """An example as the model reads it.
 
-    - `counted`: the characters that count; None for all.
-    - `is_chat`: it holds the special tokens of a template, and needs none before it.
-    - `counted_tokens [T]`: which tokens count, where the tokenizer does not say where they stand.
-    - `reads_date`: its template writes which day it is.
+    - `counted`: ranges of characters that count; None for all.
+    - `is_chat`: has the template's special tokens.
+    - `counted_tokens [T]`: without offsets.
+    - `reads_date`: its template writes the date.
     """
 
     where: str
@@ -48,7 +44,7 @@ class Text:
     reads_date: bool = False
 
     def counts(self, tokens: WindowTokens) -> Mask:
-        """Return which of its tokens count `[T]`: those with a character that does."""
+        """Return which tokens count `[T]`."""
         if self.counted is None:
             return np.ones(len(tokens), dtype=bool)
         if self.counted_tokens is not None:
@@ -59,7 +55,7 @@ class Text:
 def render(
     examples: Sequence[Example], tokenizer: Any, *, roles: Sequence[str], chat_date: str = CHAT_DATE
 ) -> list[Text]:
-    """Return the text of each example; of a chat the turns of `roles` count. Raises `TrainingError`."""
+    """Return the text of each example; in chats, turns of `roles` count. Raises `TrainingError`."""
     return [
         _chat(example, tokenizer, roles, chat_date) if example.messages else Text(example.where, example.text)
         for example in examples
@@ -75,13 +71,12 @@ def _chat(example: Example, tokenizer: Any, roles: Sequence[str], chat_date: str
         chat = render_chat(tokenizer, example.messages, tools=example.tools, date=chat_date)
     except ChatRefused as error:
         raise TrainingError(f"{example.where}: {error}") from error
-    of_roles = [at for at, message in enumerate(chat.said) if message["role"] in roles]
-    ranges = _placed(example, chat, [at for at in of_roles if chat.said[at]["content"].strip()])
+    role_turns = [at for at, message in enumerate(chat.said) if message["role"] in roles]
+    ranges = _placed(example, chat, [at for at in role_turns if chat.said[at]["content"].strip()])
     if not ranges:
-        silent = " that says anything" if of_roles else ""
+        condition = " that says anything" if role_turns else ""
         raise TrainingError(
-            f"{example.where} has no turn of {' or '.join(roles)}{silent}, of whom its labels would be: choose others"
-            " by --on"
+            f"{example.where} has no turn of {' or '.join(roles)}{condition} for its labels: choose others by --on"
         )
     tokens = None
     if not getattr(tokenizer, "is_fast", False):
@@ -95,10 +90,9 @@ def _chat(example: Example, tokenizer: Any, roles: Sequence[str], chat_date: str
 
 
 def _placed(example: Example, chat: Chat, turns: Sequence[int]) -> list[tuple[int, int]]:
-    """Return where in the text of a chat these turns stand, in their order there. Raises `TrainingError`.
+    """Return the ranges of these turns in a chat's text, in order. Raises `TrainingError`.
 
-    A turn may say what the template itself says, so it is not looked for: the template is asked for marks in the turns'
-    places, and what it wrote around them is what stands around the turns.
+    Renders marks instead of the turns, because a turn may repeat the template's text.
     """
     marks = {f"{_MARK}{at}{_MARK}": chat.said[at]["content"] for at in turns}
     marked = [dict(message) for message in chat.said]
@@ -106,15 +100,15 @@ def _placed(example: Example, chat: Chat, turns: Sequence[int]) -> list[tuple[in
         marked[at]["content"] = mark
     try:
         rest = chat.written(marked, add_generation_prompt=False)
-    except Exception as error:  # a template is a program of the model's own
+    except Exception as error:  # templates are programs of the model
         raise TrainingError(f"{example.where}: the model's chat template looks into what is said: {error}") from error
     around, contents = [], []
-    while found := sorted((rest.find(mark), mark) for mark in marks if mark in rest):
-        at, mark = found[0]
+    while occurrences := sorted((rest.find(mark), mark) for mark in marks if mark in rest):
+        at, mark = occurrences[0]
         around.append(rest[:at])
         contents.append(marks.pop(mark))
         rest = rest[at + len(mark) :]
-    # Many templates strip some turns, on some sides; so a beginning of the text may be read in several ways.
+    # Templates may strip turns, so a prefix can match in several ways.
     ways: dict[int, list[tuple[int, int]]] = {0: []}
     for before, content in zip(around, contents, strict=True):
         core = content.strip()
@@ -131,10 +125,10 @@ def _placed(example: Example, chat: Chat, turns: Sequence[int]) -> list[tuple[in
                     if chat.text.startswith(trailing[:n], stop):
                         further.setdefault(stop + n, [*places, (first, stop + n)])
         ways = further
-    whole = [places for end, places in ways.items() if chat.text[end:] == rest]
-    if marks or not whole:
+    solutions = [places for end, places in ways.items() if chat.text[end:] == rest]
+    if marks or not solutions:
         raise TrainingError(
             f"{example.where}: the model's chat template changes what is said (many cut reasoning in <think> away), so"
-            " where each turn stands is unknown: say only what the template writes"
+            " the place of each turn is unknown: leave out what the template removes"
         )
-    return whole[0]
+    return solutions[0]

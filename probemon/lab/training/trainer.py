@@ -1,10 +1,7 @@
-"""From examples to a pack: states, a site, probes, thresholds, and what can be claimed of them.
+"""Trains a pack from examples: states, site, probes, thresholds, quality.
 
-    trained = train("demo", "mails.jsonl", "mails/")
-    trained.pack, trained.quality["concepts"]["spam"]["auroc"]
-
-The parts that train choose site and penalties, by cross-validation that keeps groups together; those that calibrate set
-alert thresholds, on the probes as they are written; those that test choose nothing.
+trained = train("demo", "mails.jsonl", "mails/")
+trained.pack, trained.quality["concepts"]["spam"]["auroc"]
 """
 
 from __future__ import annotations
@@ -28,7 +25,7 @@ from probemon.core.hierarchy import Ints
 from probemon.core.probes import InputSpec
 from probemon.core.score_rules import INDEPENDENT, PATH
 from probemon.errors import ConfigError, TrainingError
-from probemon.host.identity import stated_host
+from probemon.host.identity import manifest_host
 from probemon.host.loading import load_model
 from probemon.host.model import find_layers, hidden_size, unwrap
 from probemon.lab.corpora.windows import Reading
@@ -54,13 +51,13 @@ from probemon.util.files import why_not_writable, write_text_atomically
 
 REPORT = "report.html"
 _NORM = "rmsnorm"
-_SWEEP_BYTES = 32 << 20  # of the rows of one site that a cross-validation sees
+_SWEEP_BYTES = 32 << 20  # of one site in cross-validation
 _N_GOLDEN, _N_FAMILIAR = 8, 20_000
 
 
 @dataclass(frozen=True)
 class Trained:
-    """A pack, its `quality` (as in its manifest), and the report as one HTML page."""
+    """A pack, its `quality` (as in its manifest), and the report as an HTML page."""
 
     pack: ProbePack
     quality: Mapping[str, Any]
@@ -86,11 +83,11 @@ def train(
 ) -> Trained:
     """Train probes for the concepts of `data` on a model, and write them to the folder `out`.
 
-    - `model`: a folder, a name on the hub or "demo"; or a model, with its `tokenizer`
-    - `data`: see `probemon.lab.training.examples`; `outside`: examples of elsewhere, to test on alone
-    - `settings`, or their names as `options`: see `TrainingSettings`
-    - `name`, `model_id`, `licence`: for the manifest; by default those of the folder and of the model
-    - `report`: where the HTML page is written too; `say` gets a line of what is done, `progress` tokens and their total
+    - `model`: a folder, a hub name or "demo"; or a model, with its `tokenizer`
+    - `data`: see `probemon.lab.training.examples`; `outside`: examples only for tests
+    - `settings`, or its fields as `options`: see `TrainingSettings`
+    - `name`, `model_id`, `licence`: for the manifest
+    - `report`: HTML file; `say` gets messages, `progress` tokens and their total
 
     Raises `TrainingError`, `ConfigError`, `PackError`.
     """
@@ -129,12 +126,14 @@ def train(
 
 
 def check_report(report: Path, out: Path) -> None:
-    """Raise `ConfigError` where the page of a training to `out` cannot be written to `report`."""
+    """Raise `ConfigError` if the report cannot be written."""
     page, pack = Path(os.path.realpath(report)), Path(os.path.realpath(out))
     if page.is_relative_to(pack) or pack.is_relative_to(page):
-        raise ConfigError(f"the report {report} and the pack {out} lie in one another: give the report another place")
+        raise ConfigError(
+            f"the report {report} and the pack {out} are inside one another: give the report another place"
+        )
     if os.path.exists(report) and not report.is_file():
-        raise ConfigError(f"the report {report} is there and is no file: give it another place")
+        raise ConfigError(f"the report {report} exists and is not a file: give it another place")
     if why := why_not_writable(report):
         raise ConfigError(f"the report {report} cannot be made: {why}; give it another place")
 
@@ -157,7 +156,7 @@ def _model_id(name: str) -> str:
 
 
 class _Job:
-    """One training: what its steps share."""
+    """One training."""
 
     def __init__(
         self,
@@ -177,7 +176,6 @@ class _Job:
         self.dtype = torch.float32 if self.host.dtype == torch.float32 else torch.bfloat16
 
     def dataset(self, examples: Examples, outside: Examples | None) -> Dataset:
-        """Take the examples apart."""
         background = passages(self.tokenizer) if self.settings.background else []
         return Dataset.of_examples(
             examples,
@@ -191,19 +189,18 @@ class _Job:
         )
 
     def states(self, data: Dataset) -> StateStore:
-        """Read the states of the tokens of which something is known, or take those that lie there."""
         row_bytes = self.reader.row_bytes
-        kept = within_budget(
+        kept_positions = within_budget(
             data.wanted, data.whole.tolist(), row_bytes=row_bytes, budget=self.settings.budget, seed=self.settings.seed
         )
         for name in ("calibrate", "test"):
-            if not any(len(kept[i]) for i in data.document[data.of(name)]):
+            if not any(len(kept_positions[i]) for i in data.document[data.of(name)]):
                 most = sum(map(len, data.wanted)) * row_bytes
                 raise TrainingError(
-                    f"no text has room to {name} on in the budget of {self.settings.budget} bytes: {most} are enough"
+                    f"no text to {name} on fits in the budget of {self.settings.budget} bytes: {most} are enough"
                     " for all (--budget), fewer layers need less (--layers)"
                 )
-        plan = StatePlan(self.reader, data.texts, data.tokens, kept)
+        plan = StatePlan(self.reader, data.texts, data.tokens, kept_positions)
         total, done = sum(len(data.tokens[i]) for _, places in plan.kinds() for i in places), 0
         self.say(
             f"{len(data.texts)} texts of {total} tokens; states of {plan.n_rows} tokens at {len(self.sites)} layers"
@@ -226,7 +223,6 @@ class _Job:
         overwrite: bool,
         report: str | os.PathLike[str] | None,
     ) -> Trained:
-        """Choose, fit, calibrate, measure and write."""
         store = self.states(data)
         part = row_parts(data, store)
         choice = self.choose(data, store, part)
@@ -235,9 +231,9 @@ class _Job:
             f" {max(value for value, _ in choice.curve):.3f} at best"
         )
         fitted = self.fit(data, store, part, choice)
-        found = TrainingMeasurement.of(data, store, part, fitted, choice, self.settings, self.host)
-        quality = found.quality()
-        page = report_html(name, data, found, quality)
+        measurement = TrainingMeasurement.of(data, store, part, fitted, choice, self.settings, self.host)
+        quality = measurement.quality()
+        page = report_html(name, data, measurement, quality)
         text = card(name, data, quality, self.settings, model_id)
         pack = ProbePack.write(
             self.out,
@@ -255,23 +251,23 @@ class _Job:
             score_rule=PATH if data.is_tree else INDEPENDENT,
             inputs=[{"site": spec.site, "norm": spec.norm, "eps": spec.eps} for spec in fitted.inputs],
             input_index=torch.from_numpy(fitted.input_of),
-            host=stated_host(self.host, model_id),
+            host=manifest_host(self.host, model_id),
             licence=licence,
             card=text,
-            alert_threshold=torch.from_numpy(found.alert_threshold),
-            alert_set=next(iter(found.alert_sets)),
-            alert_sets={name: torch.from_numpy(values) for name, values in list(found.alert_sets.items())[1:]},
-            aggregated={str(self.settings.aggregator): torch.from_numpy(found.text_threshold)}
-            if not np.isnan(found.text_threshold).all() and self.settings.aggregator != Each()
+            alert_threshold=torch.from_numpy(measurement.alert_threshold),
+            alert_set=next(iter(measurement.alert_sets)),
+            alert_sets={name: torch.from_numpy(values) for name, values in list(measurement.alert_sets.items())[1:]},
+            aggregated={str(self.settings.aggregator): torch.from_numpy(measurement.text_threshold)}
+            if not np.isnan(measurement.text_threshold).all() and self.settings.aggregator != Each()
             else None,
-            score_counts=found.score_counts,
+            score_counts=measurement.score_counts,
             familiar=fitted.familiar,
             golden_hidden=fitted.golden,
             provenance={
                 "training": self.settings.as_dict(),
                 "versions": _versions(),
-                "examples": found.counts(),
-                # Where no chat says which day it is, none is stated.
+                "examples": measurement.counts(),
+                # only if a chat has a date
                 **({"chat_date": self.settings.chat_date} if any(text.reads_date for text in data.texts) else {}),
             },
             quality=quality,
@@ -282,7 +278,6 @@ class _Job:
         return Trained(pack, quality, page)
 
     def choose(self, data: Dataset, store: StateStore, part: Tensor) -> LayerChoice:
-        """Cross-validate every site, and choose one for all concepts, or another where that is clearly better."""
         learnt = data.compared_inside
         use = data.of("train") & (learnt >= 0).any(axis=1)
         folds = np.full(len(data.known), -1, dtype=np.int64)
@@ -291,14 +286,13 @@ class _Job:
         tables, seen = [], list[tuple[int, int]]()
         for i, site in enumerate(self.sites):
             rows = self._rows(store, part, use, site, _SWEEP_BYTES)
-            own = Targets(rows.part, targets.known)
+            labelled = Targets(rows.part, targets.known)
             seen.append((len(rows.row), rows.n_of))
-            tables.append(cross_validated(Dense(rows.x), own, folds))
+            tables.append(cross_validated(Dense(rows.x), labelled, folds))
             self.say(f"layer {i + 1} of {len(self.sites)}, {site}: AUROC {curve(tables[-1:])[0][0]:.3f}")
         return LayerChoice.of(self.sites, tables, alone=not data.is_tree, seen=min(seen))
 
     def fit(self, data: Dataset, store: StateStore, part: Tensor, choice: LayerChoice) -> Fitted:
-        """Fit the probes of every site that was chosen, by every method."""
         used = [site for site in self.sites if site in choice.site_of]
         n_concepts = len(data.concepts)
         inputs = tuple(InputSpec(site, _NORM) for site in used)
@@ -309,15 +303,21 @@ class _Job:
         method, areas = self.settings.method, dict[str, float]()
         names = possible(data, self.settings.aggregator, n_sites=len(used))
         if method not in (*BESIDE, "auto", *names):
-            raise ConfigError(f"method {method!r} cannot be here: {', '.join((*names, *BESIDE[1:]))} can")
+            raise ConfigError(f"method {method!r} cannot be used here: {', '.join((*names, *BESIDE[1:]))} can")
         for i, site in enumerate(used):
-            own = np.flatnonzero(input_of == i)
+            concepts = np.flatnonzero(input_of == i)
             rows = self._rows(store, part, data.of("train"), site, self.settings.memory)
             problem = Problem(
-                data, rows, own.tolist(), data.learnt, choice.l2[own], self.settings.aggregator, self.settings.seed
+                data,
+                rows,
+                concepts.tolist(),
+                data.learnt,
+                choice.l2[concepts],
+                self.settings.aggregator,
+                self.settings.seed,
             )
             if method == "auto":
-                # Sites of a pack have probes of one kind: that of the first, which serves the most.
+                # All sites have one kind.
                 method, areas = best_candidate(names, problem) if len(used) == 1 else ("logistic", {})
             learnt_from.append((len(rows.row), rows.n_of))
             linear = fit_linear(rows, problem.targets, problem.l2)
@@ -327,8 +327,10 @@ class _Job:
                 else:
                     weights = fit_candidate(kind, problem, linear)
                 for key, value in fold(weights, rows.standard, self.dtype).items():
-                    whole = by_method.setdefault(kind, {})
-                    whole.setdefault(key, torch.zeros(n_concepts, *value.shape[1:], dtype=value.dtype))[own] = value
+                    kind_weights = by_method.setdefault(kind, {})
+                    kind_weights.setdefault(key, torch.zeros(n_concepts, *value.shape[1:], dtype=value.dtype))[
+                        concepts
+                    ] = value
             familiar.append(self._familiar(data, store, part, inputs[i]))
             golden.append(store.states(site)[self._golden_rows(data, part)].float())
         return Fitted(
@@ -355,16 +357,15 @@ class _Job:
         )
 
     def _familiar(self, data: Dataset, store: StateStore, part: Tensor, spec: InputSpec) -> Familiar | None:
-        """What is known of the states, from parts that train, with the limit from those that calibrate."""
         width = hidden_size(self.host)
         states = store.states(spec.site)
-        of_train, of_others = (
+        train_states, calibration_states = (
             prepared(states, _some(data, part, split, _N_FAMILIAR), spec, self.dtype)
             for split in ("train", "calibrate")
         )
-        if len(of_train) <= max(64, width // 2) or len(of_others) < 100:
+        if len(train_states) <= max(64, width // 2) or len(calibration_states) < 100:
             return None
-        return Familiar.of(of_train, of_others)
+        return Familiar.of(train_states, calibration_states)
 
     def _golden_rows(self, data: Dataset, part: Tensor) -> Tensor:
         return _some(data, part, "test", _N_GOLDEN)

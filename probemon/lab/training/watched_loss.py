@@ -1,10 +1,8 @@
-"""Linear probes that learn what will be watched: the highest running score of a text, not single tokens.
+"""Linear probes trained on the watched score: the highest running score of a text.
 
-    weights = fit_watched(Ema(0.3), rows, targets, l2, start)       # start: a solution for single tokens
+    weights = fit_watched(Ema(0.3), x, targets, l2, start)       # start: a solution for single tokens
 
-The loss is the cross-entropy of a text's score, its highest running score as a rule sees it, both sides of a concept
-weighing the same; Adam from the solution for single tokens. An aggregate's own steps are done here once more in torch,
-for their gradients; a test compares them with `probemon.core.aggregate`.
+Aggregators are repeated in torch for gradients; a test compares them with `probemon.core.aggregate`.
 """
 
 from __future__ import annotations
@@ -22,12 +20,12 @@ _LEAST = 1e-6
 
 
 def is_known(aggregator: Aggregator) -> bool:
-    """Whether there are gradients of an aggregator: those of probemon, not one of the user's own."""
+    """Whether an aggregator has gradients here."""
     return isinstance(aggregator, (Attention, Each, Ema, Max, Mean, RollingMax, RollingMean))
 
 
 def highest_of(aggregator: Aggregator, scores: Tensor, length: Tensor) -> Tensor:
-    """Return the highest running score `[S, P]` of scores `[S, T, P]`, of which the first `length [S]` count."""
+    """Return the highest running score `[S, P]` of scores `[S, T, P]`, of the first `length [S]` tokens."""
     n_tokens = scores.shape[1]
     counts = torch.arange(n_tokens)[None, :] < length[:, None]
     if isinstance(aggregator, Ema):
@@ -46,7 +44,7 @@ def highest_of(aggregator: Aggregator, scores: Tensor, length: Tensor) -> Tensor
     elif isinstance(aggregator, Attention):
         weight = torch.exp((scores - 1) / aggregator.temperature)
         values = (weight * scores).cumsum(1) / weight.cumsum(1).clamp(min=1e-30)
-    elif isinstance(aggregator, (Each, Max, RollingMax)):  # the highest of any rolling maximum is that of all
+    elif isinstance(aggregator, (Each, Max, RollingMax)):  # rolling maxima have the same maximum
         values = scores
     else:
         raise ConfigError(f"there are no gradients of {aggregator}: add its steps to lab/training/watched_loss.py")
@@ -54,7 +52,7 @@ def highest_of(aggregator: Aggregator, scores: Tensor, length: Tensor) -> Tensor
 
 
 def fit_watched(aggregator: Aggregator, x: Tensor, targets: Targets, l2: Tensor, start: Weights) -> Weights:
-    """Return linear probes for standardised x `[N, D]`, the tokens of a part in their order."""
+    """Return linear probes for standardised x `[N, D]`, tokens of a part in order."""
     parts, row = torch.unique(targets.part, return_inverse=True)
     order = torch.argsort(row, stable=True)
     length = torch.bincount(row)
@@ -63,8 +61,8 @@ def fit_watched(aggregator: Aggregator, x: Tensor, targets: Targets, l2: Tensor,
     size = torch.ones(len(parts)) if targets.weight is None else targets.weight[parts].float()
     weights = []
     for side in (1, 0):
-        of_side = (known == side) * size[:, None]
-        weights.append(of_side / of_side.sum(0).clamp(min=1e-12) / 2)
+        side_weights = (known == side) * size[:, None]
+        weights.append(side_weights / side_weights.sum(0).clamp(min=1e-12) / 2)
     w, b = start["w1"][:, 0].clone().requires_grad_(), start["b1"][:, 0].clone().requires_grad_()
     optimiser = torch.optim.Adam([w, b], lr=_RATE * float(w.detach().abs().mean().clamp(min=1e-3)))
     rows = x[order]

@@ -1,9 +1,7 @@
-"""What words alone say of a text: the baseline that a probe has to beat, and the words that give a concept away.
+"""Words of texts: the TF-IDF baseline, and words that give a concept away.
 
 vocabulary = Vocabulary.of(train_texts)
-vocabulary.features(texts)                     # Sparse [S, V]: TF-IDF, rows of unit length
-vocabulary.giveaways(train_texts, known)       # for each concept the words whose presence tells most of it
-places_of(words, text)                         # [(start, end)] of these words in a text
+vocabulary.features(texts)                     # Sparse [S, V]
 """
 
 from __future__ import annotations
@@ -21,16 +19,16 @@ import torch
 from probemon.lab.training.labels import Known
 from probemon.lab.training.logistic import Sparse
 
-# Scripts that put no spaces between words: each of their characters counts as one.
+# Scripts without spaces: each character is a word.
 _UNSPACED = (
     r"\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\U00020000-\U0003ffff"
 )
-# Within a word and no letters: accents of their own, soft hyphens, spaces and marks of no width.
+# In words, but not letters: accents, soft hyphens, zero-width characters.
 _INVISIBLE = (
     r"\u00ad\u0300-\u036f\u034f\u061c\u180e\u200b-\u200f\u202a-\u202e\u2060-\u2064\u2066-\u206f\ufe00-\ufe0f\ufeff"
 )
-_VARIANTS = frozenset(map(chr, (0x034F, *range(0xFE00, 0xFE10))))  # have no width, and are no format characters
-_VOICING = r"\u3099\u309a"  # follows a kana where it is taken apart
+_VARIANTS = frozenset(map(chr, (0x034F, *range(0xFE00, 0xFE10))))  # zero width, but not format characters
+_VOICING = r"\u3099\u309a"  # of a decomposed kana
 _WORD = rf"[{_UNSPACED}][{_VOICING}]*|[^\W{_UNSPACED}]+(?:[{_INVISIBLE}]+[^\W{_UNSPACED}]*)*"
 _WORDS, _WORDS_AND_MARKS = re.compile(_WORD), re.compile(rf"{_WORD}|[$€£!?]")
 _MOST_WORDS = 20_000
@@ -38,10 +36,7 @@ N_GIVEAWAYS = 20
 
 
 def words_in(text: str, *, marks: bool = True) -> list[str]:
-    """Return the words of a text in small letters, and a few `marks` that tell as much.
-
-    A word is the same however it is encoded (Unicode's NFKC), with what has no width in it or without.
-    """
+    """Return lower-case words of a text, and a few `marks`; encoding (NFKC) and zero-width characters do not matter."""
     return (_WORDS_AND_MARKS if marks else _WORDS).findall(_plain(text))
 
 
@@ -49,49 +44,47 @@ def _plain(text: str) -> str:
     if text.isascii():
         return text.casefold()
     shown = "".join(c for c in text if unicodedata.category(c) != "Cf" and c not in _VARIANTS)
-    # Of a whole text, since parts of it may compose: a kana and its voicing mark are words of their own.
+    # Whole texts: a kana and its voicing mark would be two words.
     return unicodedata.normalize("NFKC", unicodedata.normalize("NFKC", shown).casefold())
 
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """Words of at least two training texts, the most frequent, with their inverse document frequency."""
+    """The most frequent words of at least two training texts."""
 
     place: Mapping[str, int]
     idf: np.ndarray
 
     @classmethod
     def of(cls, texts: Sequence[str]) -> Vocabulary:
-        """Take the words from training texts."""
+        """Build from training texts."""
         counts = Counter(word for text in texts for word in set(words_in(text)))
-        # Ties by the word itself, so that the order of a set does not matter.
-        kept = sorted(((-n, word) for word, n in counts.items() if n > 1))[:_MOST_WORDS]
+        # independent of set order
+        ranked = sorted(((-n, word) for word, n in counts.items() if n > 1))[:_MOST_WORDS]
         return cls(
-            {word: i for i, (_, word) in enumerate(kept)},
-            np.log(len(texts) / np.asarray([-n for n, _ in kept], dtype=np.float64)) + 1,
+            {word: i for i, (_, word) in enumerate(ranked)},
+            np.log(len(texts) / np.asarray([-n for n, _ in ranked], dtype=np.float64)) + 1,
         )
 
     def features(self, texts: Sequence[str]) -> Sparse:
-        """Return rows `[S, V]` of (1 + log count) times inverse document frequency, of unit length."""
+        """Return TF-IDF rows `[S, V]` of unit length, by 1 + log count."""
         row, column, value = [], [], []
         for i, text in enumerate(texts):
             counts = Counter(word for word in words_in(text) if word in self.place)
-            own = {self.place[word]: (1 + math.log(n)) * self.idf[self.place[word]] for word, n in counts.items()}
-            length = math.sqrt(sum(v * v for v in own.values())) or 1.0
-            for place in sorted(own):
+            weights = {self.place[word]: (1 + math.log(n)) * self.idf[self.place[word]] for word, n in counts.items()}
+            length = math.sqrt(sum(v * v for v in weights.values())) or 1.0
+            for place in sorted(weights):
                 row.append(i)
                 column.append(place)
-                value.append(own[place] / length)
+                value.append(weights[place] / length)
         shape = (len(texts), max(1, len(self.place)))
         return Sparse(torch.tensor(row).long(), torch.tensor(column).long(), torch.tensor(value).float(), shape)
 
     def giveaways(self, texts: Sequence[str], known: Known, n: int = N_GIVEAWAYS) -> list[list[str]]:
-        """Return for each concept the words that tell most of it, by the information of their presence, those alone
-        that are likelier where it is. `known [S, P]`.
-        """
+        """Return for each concept the most informative words that are likelier with it. `known [S, P]`."""
         present = self.features(texts)
         names = sorted(self.place, key=lambda word: self.place[word])
-        found = []
+        by_concept = []
         for labels in known.T:
             sides = []
             for side in (1, 0):
@@ -100,12 +93,12 @@ class Vocabulary:
                 sides.append((counts + 0.5) / ((labels == side).sum() + 1))
             gain = np.where(sides[0] > sides[1], _divergence(*sides), 0.0)
             best = np.argsort(-gain[: len(names)], kind="stable")[:n]
-            found.append([names[i] for i in best if gain[i] > 0])
-        return found
+            by_concept.append([names[i] for i in best if gain[i] > 0])
+        return by_concept
 
 
 def _divergence(p: np.ndarray, q: np.ndarray) -> np.ndarray:
-    """The Jensen-Shannon divergence of two Bernoulli variables: what one look tells of which it is."""
+    """Jensen-Shannon divergence of two Bernoulli variables."""
     middle = (p + q) / 2
     gain: np.ndarray = _entropy(middle) - (_entropy(p) + _entropy(q)) / 2
     return gain
@@ -118,6 +111,6 @@ def _entropy(p: np.ndarray) -> np.ndarray:
 
 
 def places_of(words: Collection[str], text: str) -> list[tuple[int, int]]:
-    """Return where words stand in a text."""
+    """Return the positions of words in a text."""
     chosen = set(words)
     return [match.span() for match in _WORDS_AND_MARKS.finditer(text) if _plain(match[0]) in chosen]

@@ -1,8 +1,6 @@
-"""The command deploy check.
+"""The command deploy.
 
 probemon deploy check watch.yaml
-probemon deploy check watch.yaml --json
-probemon deploy schema > watch.schema.json
 """
 
 from __future__ import annotations
@@ -37,7 +35,7 @@ def check(
 ) -> None:
     """Check FILE without loading a model: keys, packs and their hashes, concepts, thresholds; and what it will cost.
 
-    What is wrong is one line, which names the line of the file, and exit status 2.
+    An error is one line, with the line of the file, and exit status 2.
     """
     from probemon.ops.deployment.cost import cost_of
     from probemon.packs.group import told_of_never
@@ -62,8 +60,8 @@ def check(
         say(never)
     metrics = deployment.metrics(pack)
     if metrics is not None:
-        where = f"at {metrics.get('address', '127.0.0.1')} port {metrics['port']}" if "port" in metrics else "to show"
-        say(f"metrics {where}; concepts by name: {len(metrics['concepts'])}")
+        place = f"at {metrics.get('address', '127.0.0.1')} port {metrics['port']}" if "port" in metrics else "to show"
+        say(f"metrics {place}; concepts by name: {len(metrics['concepts'])}")
     host = deployment.content.get("host", {})
     say("host: " + (", ".join(f"{name} {value}" for name, value in host.items()) or "any that the packs fit"))
     if rules:

@@ -13,10 +13,9 @@ if TYPE_CHECKING:
 
 
 def open_deployment(path: Path, packs: object = None, alert_set: str | None = None) -> tuple[Deployment, AnyPack]:
-    """Read a deployment and open its packs, once; what is wrong with it shows before a model is loaded.
+    """Read a deployment and open its packs; errors appear before a model is loaded.
 
-    The other arguments are those of a command, which a deployment says already. Raises `ConfigError`,
-    `DeploymentError`, `PackError`.
+    Raises `ConfigError` if `packs` or `alert_set` are given in addition; `DeploymentError`, `PackError`.
     """
     from probemon.ops.deployment.cost import cost_of
     from probemon.ops.deployment.deployment import Deployment
@@ -24,6 +23,6 @@ def open_deployment(path: Path, packs: object = None, alert_set: str | None = No
     check_beside_file(packs, alert_set)
     deployment = Deployment.read(path)
     pack = deployment.open_packs()
-    cost_of(deployment, pack)  # its settings and rules fit the packs
+    cost_of(deployment, pack)  # check that settings and rules fit
     deployment.check_parts(pack)
     return deployment, pack

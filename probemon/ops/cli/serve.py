@@ -1,9 +1,7 @@
 """The command serve.
 
-probemon serve demo                                                # http://127.0.0.1:8321/#token=...
+probemon serve demo
 probemon serve MODEL PACK --port 0 --no-token
-probemon serve demo --deployment examples/watch.yaml
-probemon serve MODEL PACK --host 0.0.0.0 --allow-remote --allow-host models.example.org
 """
 
 from __future__ import annotations
@@ -34,10 +32,12 @@ NoToken = Annotated[
 AllowRemote = Annotated[bool, typer.Option("--allow-remote", help="Let other machines ask; a token is asked for.")]
 AllowHost = Annotated[
     list[str] | None,
-    typer.Option(metavar="NAME", help="A name by which clients call this server, beside its address; may be repeated."),
+    typer.Option(
+        metavar="NAME", help="A name by which clients call this server, in addition to its address; may be repeated."
+    ),
 ]
 MaxTokens = Annotated[int, typer.Option(help="Most tokens of an answer.")]
-AtOnce = Annotated[int, typer.Option(help="Requests that are answered at the same time, each in a thread of its own.")]
+AtOnce = Annotated[int, typer.Option(help="Requests that are answered at the same time, each in a separate thread.")]
 Queue = Annotated[int, typer.Option(help="Requests that may wait; more are answered 429.")]
 DrainSeconds = Annotated[
     int, typer.Option(help="How long the end waits for the answers to requests that have come.", min=0)
@@ -66,8 +66,8 @@ def serve(
 ) -> None:
     """Serve MODEL watched by PACK: OpenAI's API with the concepts of every token, and a page that shows them.
 
-    Once it is ready it prints its address, with the token that clients give as their API key. Ctrl-C or SIGTERM ends
-    it: what was asked by then is answered, a second signal ends it at once. SIGHUP reads the deployment file again.
+    When it is ready it prints its address, with the token that clients give as their API key. Ctrl-C or SIGTERM ends it
+    after the requests that have come, a second signal at once. SIGHUP reads the deployment file again.
     """
     from probemon.ops.server.server import address_of, all_names, check_extra, is_loopback, make_server, open_socket
 
@@ -85,12 +85,12 @@ def serve(
     limits = Limits(max_tokens=max_tokens, at_once=at_once, queue=queue)
     check_device(device)
     use_threads(threads)
-    stated = None
+    checked_deployment = None
     if deployment is not None:
         from probemon.ops.server.served import check_serves
 
-        stated, opened = open_deployment(deployment, pack or more_packs, alert_set)
-        check_serves(stated)
+        checked_deployment, opened = open_deployment(deployment, pack or more_packs, alert_set)
+        check_serves(checked_deployment)
     else:
         opened = open_packs([pack_for(model, pack), *(more_packs or ())], alert_set)
     with open_socket(host, port) as sock:
@@ -100,32 +100,33 @@ def serve(
         from probemon.ops.server.app import make_app
         from probemon.ops.server.served import Served, served_name
 
-        manager = make_manager(opened, device=device, **({} if stated is None else stated.settings))
+        manager = make_manager(
+            opened, device=device, **({} if checked_deployment is None else checked_deployment.settings)
+        )
         check_readable(manager.pack, unwrap(loaded), strict=strict)
         token = None if no_token else secrets.token_urlsafe(_TOKEN_BYTES)
-        served = Served(served_name(model), loaded, tokenizer, manager, limits, stated)
+        served = Served(served_name(model), loaded, tokenizer, manager, limits, checked_deployment)
         app = make_app(served, limits, token=token, hosts=names)
         address = address_of(sock) + ("" if token is None else f"#token={token}")
         ready = partial(say, f"probemon serving at {address}")
-        reload = None if stated is None else partial(_reload, served)
+        reload = None if checked_deployment is None else partial(_reload, served)
         make_server(app, ready, drain_seconds=drain_seconds, reload=reload).run(sockets=[sock])
 
 
 def _reload(served: Served) -> None:
-    """Read the deployment file again, and say what came of it."""
     try:
         reloaded = served.holding.reload()
     except (ProbemonError, OSError) as error:
-        say(f"probemon serve: not reloaded, what held before goes on: {error}")
+        say(f"probemon serve: not reloaded, the previous file still applies: {error}")
         return
-    held = served.holding.now.deployment
-    assert held is not None
-    more = ""
+    deployed = served.holding.now.deployment
+    assert deployed is not None
+    notes = ""
     if n := reloaded.to_rules:
-        more += f"; {counted(n, 'answer')} under way: its rules hold, and what is watched stays, for rules of their own"
+        notes += f"; {counted(n, 'answer')} under way: only its rules apply, because of the request's rules"
     if n := reloaded.to_nothing:
-        more += (
-            f"; {counted(n, 'answer')} under way: NOTHING of it holds, beside rules of their own; what held before goes"
-            " on until they end"
+        notes += (
+            f"; {counted(n, 'answer')} under way: NOTHING of it applies, because of the request's rules; the"
+            " previous file applies until they end"
         )
-    say(f"probemon serve: {held.path.name} was read again, sha256 {held.sha256}{more}")
+    say(f"probemon serve: {deployed.path.name} was read again, sha256 {deployed.sha256}{notes}")

@@ -1,7 +1,6 @@
 """The commands of vLLM.
 
-probemon vllm serve MODEL --deployment watch.yaml                  # http://127.0.0.1:8000/, OpenAI's API
-probemon vllm serve MODEL --deployment watch.yaml --no-token -- --max-model-len 4096
+probemon vllm serve MODEL --deployment watch.yaml -- --max-model-len 4096
 probemon vllm check --deployment watch.yaml --json
 """
 
@@ -30,7 +29,7 @@ File = Annotated[
 
 @vllm.callback()
 def callback() -> None:
-    """Watch a model inside vLLM, which has an environment of its own (scripts/vllm_env.sh)."""
+    """Watch a model inside vLLM, which has a separate environment (scripts/vllm_env.sh)."""
 
 
 @vllm.command()
@@ -49,7 +48,7 @@ def serve(
 ) -> None:
     """Serve MODEL by vLLM, watched: OpenAI's API, and below /probemon/ scores, events, metrics and health.
 
-    What a rule stops ends inside the step: with the token that met the rule, and the end of the sequence.
+    A sequence that a rule stops ends inside the step, after the token that met the rule.
     """
     from probemon.ops.server.server import all_names, check_extra, is_loopback
     from probemon.ops.vllm.installed import check_vllm
@@ -71,19 +70,21 @@ def serve(
     from probemon.ops.vllm.metrics import EngineRun, process_metrics
     from probemon.ops.vllm.routes import SERVED, ServedEngine
 
-    stated, _ = open_deployment(deployment)
-    check_serves(stated)
+    checked_deployment, _ = open_deployment(deployment)
+    check_serves(checked_deployment)
     folder = _folder_of(model)
     from transformers import AutoTokenizer
 
-    with VllmClient(stated, tokenizer=AutoTokenizer.from_pretrained(folder), keep_requests=keep_requests) as client:
+    with VllmClient(
+        checked_deployment, tokenizer=AutoTokenizer.from_pretrained(folder), keep_requests=keep_requests
+    ) as client:
         token = None if no_token else secrets.token_urlsafe(_TOKEN_BYTES)
-        metrics = process_metrics(stated, client.manager.pack)
+        metrics = process_metrics(checked_deployment, client.manager.pack)
         if metrics is not None:
             EngineRun(client).follow_with(metrics)
         address = f"http://{f'[{host}]' if ':' in host else host}:{port}/"
-        given = "" if token is None else f" with the API key {token}"
-        ready = partial(say, f"probemon: vLLM serves at {address}v1{given}; health at {address}probemon/readyz")
+        key_note = "" if token is None else f" with the API key {token}"
+        ready = partial(say, f"probemon: vLLM serves at {address}v1{key_note}; health at {address}probemon/readyz")
         SERVED.append(
             ServedEngine(client, metrics, token, names, served_name(model), Limits(kept_requests=keep_requests), ready)
         )
@@ -98,7 +99,7 @@ def check(deployment: File, as_json: opt.AsJson = False) -> None:
 
     version = check_vllm()
     with VllmClient(deployment) as client:
-        told = {
+        summary = {
             "vllm": version,
             "pack": client.manager.pack.name,
             "sites": list(client.settings.sites),
@@ -106,17 +107,16 @@ def check(deployment: File, as_json: opt.AsJson = False) -> None:
             "stops_inside_the_step": client.settings.stop,
         }
     if as_json:
-        answer(told)
+        answer(summary)
         return
     stops = "end their rows inside the step" if client.settings.stop else "there are none that stop"
     say(
-        f"vLLM {version} can watch {told['pack']} at {', '.join(client.settings.sites)};"
+        f"vLLM {version} can watch {summary['pack']} at {', '.join(client.settings.sites)};"
         f" {len(client.rules)} rules: {stops}"
     )
 
 
 def _folder_of(model: str) -> str:
-    """Return what vLLM takes for a model: of 'demo' the folder of the bundled one."""
     if model != "demo":
         return model
     from probemon.bundled import bundled_path

@@ -1,7 +1,6 @@
-"""What a deployment watches and costs, before any model is loaded.
+"""The cost of a deployment, before any model is loaded.
 
 cost = cost_of(deployment, pack)              # pack: deployment.open_packs()
-cost.n_probes, cost.n_always, cost.always_bytes, cost.most_bytes
 """
 
 from __future__ import annotations
@@ -16,8 +15,8 @@ from probemon.packs.group import AnyPack
 
 @dataclass(frozen=True)
 class Cost:
-    """Of all packs together: how many probes there are, how many of them are watched, how many every token reads and at
-    most may read, and the bytes of their weights. `n_rules`: how many there are, by concept.
+    """Counts and bytes over all packs. `n_always`, `n_most`: probes that a token reads, at least and at most;
+    `n_rules`: by concept.
     """
 
     n_probes: int
@@ -31,7 +30,7 @@ class Cost:
 
 
 def cost_of(deployment: Deployment, pack: AnyPack) -> Cost:
-    """Return the cost of a deployment. Raises `DeploymentError` where its settings or rules cannot hold."""
+    """Return the cost. Raises `DeploymentError` if settings or rules do not fit."""
     rules = deployment.rules(pack)
     probes = sorted({probe for rule in rules for probe in rule.probes})
     members = deployment.configured(pack, probes)

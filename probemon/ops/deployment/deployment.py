@@ -1,13 +1,9 @@
-"""Deployment: one file, which can be reviewed, that says what is watched and what follows.
+"""A file, for review, that says what is watched and what follows.
 
-    deployment = Deployment.read("watch.yaml")             # DeploymentError, with the line of what is wrong
-    pack = deployment.open_packs()                         # each is the very pack that the file pins
-    deployment.settings, deployment.rules(pack)            # of a manager; of its runs
-    deployment.followers(pack)                             # what hears its runs: budget, metrics, events, sinks
-    deployment.sha256                                      # of what it says: spaces, comments and order do not count
+    deployment = Deployment.read("watch.yaml")
+    pack = deployment.open_packs()                         # exactly the packs that the file pins
 
-The format is in docs/deployment.md, its JSON Schema is `schema()`. `DynamicProbeManager.from_deployment` does all of
-it.
+docs/deployment.md has the format. `DynamicProbeManager.from_deployment` does all of this.
 """
 
 from __future__ import annotations
@@ -24,7 +20,7 @@ from typing import Any
 
 from probemon.core.concept_names import MOST_NAMED, Wanted
 from probemon.engine.scorer import Scorer
-from probemon.errors import ConfigError, DeploymentError, HostMismatch, ProbemonError, UnknownConcept, closest
+from probemon.errors import ConfigError, DeploymentError, ModelMismatch, ProbemonError, UnknownConcept, closest
 from probemon.host.compatibility import check_host
 from probemon.host.fingerprint import fingerprint
 from probemon.monitor.breaker import Breaker
@@ -46,14 +42,14 @@ SCHEMA = Path(__file__).with_name("deployment.schema.json")
 _MAX_BYTES = 1 << 20
 _CONCEPTS = ("always_on", "include", "exclude", "depth")
 _SETTINGS = (*_CONCEPTS, "audit_rate")
-_CHANGEABLE = ("name", "rules", "always_on", "exclude")  # while it runs
+_CHANGEABLE = ("name", "rules", "always_on", "exclude")  # during a run
 _OF_ESCALATE = ("within", "meanwhile", "on_failure", "last_tokens")
-_LONGEST = 200  # characters of what is wrong
+_LONGEST = 200
 Steps = Sequence[str | int]
 
 
 class Deployment:
-    """What a file says. `content`: as JSON has it; `name`: the file's own, where it gives itself none."""
+    """The content of a file, as JSON has it. `name`: by default that of the file."""
 
     def __init__(self, path: Path, text: YamlText) -> None:
         self.path, self.content, self._text = path.absolute(), text.value, text
@@ -64,22 +60,22 @@ class Deployment:
         self._exporter: Any = None
 
     def __getstate__(self) -> dict[str, Any]:
-        # A copy makes its own of its pack: judges hold connections. A worker that scores corpora listens at no port.
+        # A copy makes new ones: judges hold connections, and workers must not listen.
         return {**vars(self), "_rules": None, "_exporter": None}
 
     @classmethod
     def read(cls, path: str | Path) -> Deployment:
-        """Read a file, YAML or JSON. Raises `DeploymentError` with the line of the first thing that is wrong."""
+        """Read a file, YAML or JSON. Raises `DeploymentError` with the line of the first error."""
         file = check_path("path", path)
         if not file.is_file():
-            raise DeploymentError(f"{file} is no file: give a deployment, YAML or JSON (docs/deployment.md)")
+            raise DeploymentError(f"{file} is not a file: give a deployment, YAML or JSON (docs/deployment.md)")
         if file.stat().st_size > _MAX_BYTES:
             raise DeploymentError(f"{file.name} has more than {_MAX_BYTES:,} bytes: a deployment is written by hand")
         try:
             raw = file.read_text(encoding="utf-8-sig")
             raw.encode()
         except ValueError as error:
-            raise DeploymentError(f"{file.name} is no UTF-8 text ({error}): save it as such") from None
+            raise DeploymentError(f"{file.name} is not UTF-8 text ({error}): save it as such") from None
         except OSError as error:
             raise DeploymentError(f"{file} cannot be read: {error.strerror}") from error
         return cls(file, _checked(raw, file))
@@ -88,13 +84,13 @@ class Deployment:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Return settings of a manager, by name."""
-        given = {name: self.content[name] for name in _SETTINGS if name in self.content}
-        return {**self.content.get("cascade", {}), **given}
+        """Settings of a manager, by name."""
+        top_level = {name: self.content[name] for name in _SETTINGS if name in self.content}
+        return {**self.content.get("cascade", {}), **top_level}
 
     @contextmanager
     def errors_of_settings(self) -> Iterator[None]:
-        """Make an error about a setting one of its line, or of the line of them all."""
+        """Give an error about a setting its line, or that of all settings."""
         try:
             yield
         except (ConfigError, UnknownConcept) as error:
@@ -107,18 +103,18 @@ class Deployment:
             raise self._error(steps, str(error)) from error
 
     def open_packs(self) -> AnyPack:
-        """Open the packs, each with its set of alert thresholds. Raises `DeploymentError`, `PackError`."""
+        """Open the packs with their alert sets. Raises `DeploymentError`, `PackError`."""
         opened: list[tuple[str, ProbePack]] = []
         for at, entry in enumerate(self.content["packs"]):
             with self._at("packs", at):
                 pack = ProbePack.from_pretrained(self._beside(entry["pack"]), manifest_sha256=entry["manifest_sha256"])
                 if "alert_set" in entry:
                     pack = pack.with_alert_set(entry["alert_set"])
-                stated = self.content.get("host", {})
-                for key, known in (("model", "model_id"), ("fingerprint", "fingerprint")):
-                    own = pack.manifest["host"].get(known)
-                    if key in stated and own not in (None, stated[key]):
-                        raise ConfigError(f"{pack.name} was made for {own}, host.{key} is {stated[key]}")
+                host_section = self.content.get("host", {})
+                for key, manifest_key in (("model", "model_id"), ("fingerprint", "fingerprint")):
+                    pack_value = pack.manifest["host"].get(manifest_key)
+                    if key in host_section and pack_value not in (None, host_section[key]):
+                        raise ConfigError(f"{pack.name} was made for {pack_value}, host.{key} is {host_section[key]}")
                 opened.append((entry.get("name", pack.name), pack))
         if len(opened) == 1 and "name" not in self.content["packs"][0]:
             return opened[0][1]
@@ -132,96 +128,92 @@ class Deployment:
     def rules(self, pack: AnyPack) -> list[Rule]:
         """Return the rules, one for each concept. Raises `DeploymentError`.
 
-        Of one pack they are the same each time, so that traffic that they compare with is that of all runs.
+        One pack always gets the same objects, and so the same baselines.
         """
         if self._rules is not None and self._rules[0] is pack:
             return list(self._rules[1])
         made: list[Rule] = []
         for at, rule in enumerate(self.content.get("rules", ())):
-            given = {name: value for name, value in rule.items() if name not in ("concepts", "judge", "action")}
-            if "for_tokens" in given:
-                given["for_tokens"] = int(given["for_tokens"])  # JSON has whole numbers such as 3.0, too
+            fields = {name: value for name, value in rule.items() if name not in ("concepts", "judge", "action")}
+            if "for_tokens" in fields:
+                fields["for_tokens"] = int(fields["for_tokens"])  # JSON has integers such as 3.0
             with self._at("rules", at):
                 action = _escalate(rule["judge"]) if rule["action"] == ESCALATE else rule["action"]
-                made += RuleSpec.from_dict(given, concept=rule.get("concepts"), action=action).rules(pack)
+                made += RuleSpec.from_dict(fields, concept=rule.get("concepts"), action=action).rules(pack)
         self._rules = (pack, made)
         return list(made)
 
     def metrics(self, pack: AnyPack) -> dict[str, Any] | None:
-        """Return what is shown to Prometheus: `concepts` by their ids, and `port` and `address` where they are given;
-        None for nothing. Raises `DeploymentError`.
-        """
+        """Return the Prometheus settings, with ids of concepts; None without metrics. Raises `DeploymentError`."""
         if "metrics" not in self.content:
             return None
-        stated = self.content["metrics"]
+        section = self.content["metrics"]
         with self._at("metrics", "concepts"):
-            probes = pack.find_all(stated["concepts"]) if stated.get("concepts") else []
+            probes = pack.find_all(section["concepts"]) if section.get("concepts") else []
             if len(probes) > MOST_NAMED:
-                raise ConfigError(f"{len(probes)} concepts, each a series of its own: name at most {MOST_NAMED}")
+                raise ConfigError(f"{len(probes)} concepts, each a separate series: name at most {MOST_NAMED}")
             if names := self._left_out(pack, probes):
                 raise ConfigError(
                     f"{names} is left out by include, exclude or depth, so that its count would stay where it is: watch"
                     " it, or do not count it"
                 )
-        port = {"port": int(stated["port"])} if "port" in stated else {}  # JSON has whole numbers such as 9464.0, too
-        return {**stated, **port, "concepts": [pack.concepts[probe]["id"] for probe in probes]}
+        port = {"port": int(section["port"])} if "port" in section else {}
+        return {**section, **port, "concepts": [pack.concepts[probe]["id"] for probe in probes]}
 
     def configured(self, pack: AnyPack, probes: Sequence[int]) -> list[tuple[ConfiguredPack, list[int]]]:
-        """Return each pack with the settings that are stated, and those of `probes` that are its own, by their numbers
-        in it. Raises `DeploymentError`.
-        """
+        """Return each pack with its settings, and its numbers of `probes`. Raises `DeploymentError`."""
         settings = {name: value for name, value in self.settings.items() if name != "audit_rate"}
         with self.errors_of_settings():
             if not isinstance(pack, PackGroup):
                 return [(ConfiguredPack.of(pack, settings), list(probes))]
-            own = [part.tolist() for part in pack.split(probes)]
-            return list(zip(configure_group(pack, settings), own, strict=True))
+            probes_by_pack = [part.tolist() for part in pack.split(probes)]
+            return list(zip(configure_group(pack, settings), probes_by_pack, strict=True))
 
     def _left_out(self, pack: AnyPack, probes: Sequence[int]) -> str:
-        """Return the name of the first of these concepts that is not watched, "" where all are."""
-        for member, own in self.configured(pack, probes) if probes else ():
-            for probe in own:
+        """Return the first concept that is not watched, or ""."""
+        for member, member_probes in self.configured(pack, probes) if probes else ():
+            for probe in member_probes:
                 if member.watched is not None and not member.watched[probe]:
                     return ascii(member.pack.concepts[probe]["name"])
         return ""
 
     @property
     def budget(self) -> Budget | None:
-        """Return what a step may take, None where the file does not say."""
+        """The budget of a step, if any."""
         with self._at("budget"):
             return Budget(**self.content["budget"]) if "budget" in self.content else None
 
     @property
     def breaker(self) -> Breaker | None:
-        """Return when errors of scoring pause it, None where they end a generation."""
+        """When errors of scoring pause it."""
         with self._at("breaker"):
             return Breaker(**self.content["breaker"]) if "breaker" in self.content else None
 
     def check_host(self, pack: AnyPack, model: Any) -> None:
-        """Raise `HostMismatch` where a model is not the one that is stated: by its fingerprint, else by its packs'."""
-        stated = self.content.get("host", {})
-        if "fingerprint" in stated and (actual := fingerprint(model)) != stated["fingerprint"]:
+        """Raise `ModelMismatch` if a model is not the stated one: by fingerprint, else by its packs."""
+        entry = self.content.get("host", {})
+        if "fingerprint" in entry and (actual := fingerprint(model)) != entry["fingerprint"]:
             line = self._text.line(["host", "fingerprint"])
-            raise HostMismatch(
-                f"{self.path.name}, line {line}: host.fingerprint is {stated['fingerprint']}, this model's is {actual}:"
+            raise ModelMismatch(
+                f"{self.path.name}, line {line}: host.fingerprint is {entry['fingerprint']}, this model's is {actual}:"
                 " load the model that was reviewed, or review this one and state its fingerprint"
             )
-        if "model" in stated and "fingerprint" not in stated:
+        if "model" in entry and "fingerprint" not in entry:
             try:
                 check_host(pack, model, strict=True)
-            except HostMismatch as error:
+            except ModelMismatch as error:
                 line = self._text.line(["host", "model"])
-                raise HostMismatch(f"{self.path.name}, line {line}: host.model: {error}") from error
+                raise ModelMismatch(f"{self.path.name}, line {line}: host.model: {error}") from error
 
     def opentelemetry(self) -> OpenTelemetryEvents | None:
-        """Return what follows runs and sends their events, where the file says so. Raises `DeploymentError`."""
+        """Return the follower that sends events, if any. Raises `DeploymentError`."""
         if "opentelemetry" not in self.content:
             return None
         with self._at("opentelemetry"):
             return OpenTelemetryEvents(self.content["opentelemetry"]["endpoint"])
 
     def sinks(self) -> list[JsonLinesSink | ParquetSink]:
-        """Return the sinks that are stated, made anew. Raises `DeploymentError` where one could not be written."""
+        """Return new sinks. Raises `DeploymentError` if one could not be written."""
         made: list[JsonLinesSink | ParquetSink] = []
         for at, sink in enumerate(self.content.get("sinks", ())):
             with self._at("sinks", at):
@@ -231,53 +223,47 @@ class Deployment:
         return made
 
     def check_parts(self, pack: AnyPack) -> None:
-        """Check what rests neither on settings nor on rules. Raises `DeploymentError`; `MissingExtra`, `ConfigError`
-        where something is not installed.
-        """
+        """Check the other parts. Raises `DeploymentError`, `MissingExtra`, `ConfigError`."""
         self.metrics(pack)
         self.sinks()
         self.opentelemetry()
         _ = self.budget, self.breaker
 
     def followers(self, pack: AnyPack, given: Sequence[Any] = ()) -> list[Any]:
-        """Return what hears a run by this file, made anew: its budget, where none is among those that are `given`, its
-        metrics, OpenTelemetry's events and sinks. Raises `DeploymentError`.
-        """
+        """Return new followers of a run, with a budget unless `given` has one. Raises `DeploymentError`."""
         budget = None if any(isinstance(one, Budget) for one in given) else self.budget
         events = self.opentelemetry()
         return [one for one in (budget, self.exporter(pack), events, *self.sinks()) if one is not None]
 
     def show(self, pack: AnyPack) -> None:
-        """Show its metrics from now on. Raises `DeploymentError`, also where what its events need is not installed."""
+        """Show its metrics from now on. Raises `DeploymentError`."""
         self.opentelemetry()
         self.exporter(pack)
 
     def exporter(self, pack: AnyPack) -> Any:
-        """Return what shows its metrics to Prometheus, begun once, None where it states none. Raises `DeploymentError`,
-        `ConfigError` where it cannot listen.
+        """Return the exporter of its metrics, started once. Raises `DeploymentError`, or `ConfigError` if it cannot
+        listen.
         """
-        if self._exporter is None and (stated := self.metrics(pack)) is not None:
+        if self._exporter is None and (section := self.metrics(pack)) is not None:
             from probemon.ops.telemetry.exporters import exporter
 
-            self._exporter = exporter(**stated)
+            self._exporter = exporter(**section)
         return self._exporter
 
     @property
-    def names_host(self) -> bool:
-        """Whether it says which model it is for."""
+    def names_model(self) -> bool:
+        """True if it says which model it is for."""
         return "host" in self.content
 
     @property
     def says_what_follows(self) -> bool:
-        """Whether it has rules, which say what follows at a token that was not seen."""
+        """True if it has rules, which decide about unseen tokens."""
         return bool(self.content.get("rules"))
 
     def changed_by(self, newer: Deployment, manager: Scorer) -> tuple[list[Rule], list[str], list[str]]:
-        """Check a newer file, which may change its rules and what is watched; return its rules, what is always on, and
-        what is excluded. Raises `DeploymentError`.
-        """
+        """Check a newer file; return its rules, always-on and excluded concepts. Raises `DeploymentError`."""
         self.check_only_rules_differ(newer)
-        newer.metrics(manager.pack)  # what is counted may be excluded now
+        newer.metrics(manager.pack)  # may be excluded now
         rules = newer.rules(manager.pack)
         on, off = (list(newer.content.get(name, [])) for name in ("always_on", "exclude"))
         with newer.errors_of_settings():
@@ -285,7 +271,7 @@ class Deployment:
         return rules, on, off
 
     def check_exclude(self, manager: Scorer, exclude: Wanted) -> None:
-        """Raise `ConfigError` where its metrics count a concept by name that is to be excluded."""
+        """Raise `ConfigError` if `exclude` leaves out a concept that metrics count."""
         metrics, watched = self.metrics(manager.pack), manager.plan_with((), exclude=exclude).watched
         if metrics is None or watched is None:
             return
@@ -297,11 +283,11 @@ class Deployment:
                 )
 
     def check_only_rules_differ(self, newer: Deployment) -> None:
-        """Raise `DeploymentError` where a newer file changes more than what can change while a model generates."""
+        """Raise `DeploymentError` if a newer file changes what cannot change during a run."""
         for key in newer.content | self.content:
             if key not in _CHANGEABLE and newer.content.get(key) != self.content.get(key):
                 steps = [key] if key in newer.content else []
-                raise newer._error(steps, f"{key} cannot change while it runs: end the run, and attach anew")
+                raise newer._error(steps, f"{key} cannot change while it runs: end the run, and attach again")
 
     # -- inside ------------------------------------------------------------------------------------
 
@@ -314,25 +300,23 @@ class Deployment:
         return ParquetSink(path, overwrite)
 
     def _beside(self, pack: str) -> str:
-        """Return a folder beside the file; what is none is a name."""
         folder = self.path.parent / pack
         return str(folder) if folder.is_dir() else pack
 
     def _naming(self, error: UnknownConcept) -> list[Steps]:
-        """Return where the concept of an error stands."""
         lists = [(name, list(self.content.get(name, ()))) for name in _CONCEPTS]
         places: list[Steps] = [
-            [name, concept if name == "depth" else at] for name, given in lists for at, concept in enumerate(given)
+            [name, concept if name == "depth" else at] for name, entries in lists for at, concept in enumerate(entries)
             if repr(concept) in str(error)
         ]  # fmt: skip
-        return places or [[name] for name, given in lists if given]
+        return places or [[name] for name, entries in lists if entries]
 
     def _error(self, steps: Steps, message: str) -> DeploymentError:
         return _error(self.path, self._text, steps, message)
 
     @contextmanager
     def _at(self, *steps: str | int) -> Iterator[None]:
-        """Make an error of the block one of this part of the file."""
+        """Give errors of the block this place in the file."""
         try:
             yield
         except DeploymentError:
@@ -342,30 +326,28 @@ class Deployment:
 
 
 def _escalate(judge: Mapping[str, Any]) -> Escalate:
-    """Return the action of a rule that asks a judge."""
-    own = {name: value for name, value in judge.items() if name in _OF_ESCALATE}
-    if "last_tokens" in own:
-        own["last_tokens"] = int(own["last_tokens"])
-    return Escalate(HttpJudge(**{name: value for name, value in judge.items() if name not in own}), **own)
+    options = {name: value for name, value in judge.items() if name in _OF_ESCALATE}
+    if "last_tokens" in options:
+        options["last_tokens"] = int(options["last_tokens"])
+    return Escalate(HttpJudge(**{name: value for name, value in judge.items() if name not in options}), **options)
 
 
 def _checked(raw: str, file: Path) -> YamlText:
-    """Return what a file holds, once it is what the schema says."""
     text = read_yaml(raw.replace("\t", " ") if file.suffix == ".json" else raw, file.name, DeploymentError)
-    if file.suffix == ".json":  # whose numbers and texts are not those of YAML
+    if file.suffix == ".json":  # JSON's numbers and texts are not YAML's
         try:
             text = YamlText(loads(raw, constant=no_constant), text.root, text.aliases)
         except (ValueError, RecursionError) as error:
-            raise DeploymentError(f"{file.name} is no JSON: {error}") from None
+            raise DeploymentError(f"{file.name} is not valid JSON: {error}") from None
     if text.aliases:
         raise DeploymentError(
-            f"{file.name}, line {text.aliases[0]}: an alias hides what holds here from who reviews it: write it out",
+            f"{file.name}, line {text.aliases[0]}: an alias hides this part from reviewers: write it out",
             text.aliases[0],
         )
     for steps, value in _leaves(text.value, []):
         if isinstance(value, (int, float)) and not abs(value) <= sys.float_info.max:
-            raise _error(file, text, steps, f"{value!s:.80} is no number that can be meant here: give a finite one")
-    # Of a key with a typo it is said that it is unknown, not that the right one is missing.
+            raise _error(file, text, steps, f"{value!s:.80} is not a usable number here: give a finite one")
+    # A mistyped key is unknown, rather than another one missing.
     problems = sorted(
         _validator()(text.value),
         key=lambda one: (one.validator == "required", text.line(one.absolute_path), one.message),
@@ -377,7 +359,7 @@ def _checked(raw: str, file: Path) -> YamlText:
 
 @cache
 def schema() -> Any:
-    """Return the JSON Schema of a file, with that of its rules."""
+    """Return the JSON Schema of a file."""
     whole = json.loads(SCHEMA.read_text(encoding="utf-8"))
     rule = RuleSpec.schema(without=("concept",), required=("action", "on_blind"))
     named, action = {"$ref": "#/$defs/concepts", "minItems": 1}, rule["properties"]["action"]
@@ -386,7 +368,7 @@ def schema() -> Any:
     rule["properties"]["judge"] = {"description": "The endpoint like OpenAI's that is asked.", "$ref": "#/$defs/judge"}
     action["description"] += " escalate: ask a judge."
     action["enum"].append(ESCALATE)
-    del action["default"], rule["properties"]["on_blind"]["default"]  # a reviewed file says both
+    del action["default"], rule["properties"]["on_blind"]["default"]
     rule["dependentSchemas"]["all_of"] = {"properties": {"concepts": False}}
     rule["allOf"] = [
         {"if": {"required": ["all_of"]}, "else": {"required": ["concepts"]}},
@@ -408,26 +390,26 @@ def _validator() -> Callable[[Any], Iterator[Any]]:
 
 
 def _explained(file: Path, text: YamlText, problem: Any) -> DeploymentError:
-    steps, own = list(problem.absolute_path), problem.schema
+    steps, subschema = list(problem.absolute_path), problem.schema
     if problem.validator == "additionalProperties":
-        known = list(own["properties"])
-        key = next(key for key in problem.instance if key not in known)
-        remedy = closest(str(key), known) or f": the keys here are {', '.join(known)}"
+        allowed = list(subschema["properties"])
+        key = next(key for key in problem.instance if key not in allowed)
+        remedy = closest(str(key), allowed) or f": the keys here are {', '.join(allowed)}"
         return _error(file, text, [*steps, key], f"the key {key!r:.80} is unknown{remedy}")
     if problem.validator == "required":
-        key = next(key for key in own["required"] if key not in problem.instance)
-        properties = own.get("properties") or schema()["properties"]["rules"]["items"]["properties"]
+        key = next(key for key in subschema["required"] if key not in problem.instance)
+        properties = subschema.get("properties") or schema()["properties"]["rules"]["items"]["properties"]
         what = properties[key].get("description", "")
         return _error(file, text, steps, f"{key} is missing: {what[:1].lower()}{what[1:]}".rstrip(": "))
     if "dependentSchemas" in problem.absolute_schema_path:
         rule, path = text.value["rules"][steps[1]], list(problem.absolute_schema_path)
         one = path[path.index("dependentSchemas") + 1]
-        beside = ("concepts",) if one == "all_of" else ("alert_set", "rate")
-        other = next(name for name in beside if name in rule and name != one)
+        alternatives = ("concepts",) if one == "all_of" else ("alert_set", "rate")
+        other = next(name for name in alternatives if name in rule and name != one)
         return _error(file, text, [*steps[:2], other], f"{one} is given, too: give one of the two")
     if "allOf" in problem.absolute_schema_path:
         return _error(file, text, [*steps[:2], "judge"], "this is for action: escalate")
-    what = f" ({own['description']})" if isinstance(own, Mapping) and "description" in own else ""
+    what = f" ({subschema['description']})" if isinstance(subschema, Mapping) and "description" in subschema else ""
     return _error(file, text, steps, f"{problem.message[:_LONGEST]}{what}")
 
 
@@ -438,7 +420,7 @@ def _error(file: Path, text: YamlText, steps: Steps, message: str) -> Deployment
 
 
 def _leaves(value: Any, steps: list[str | int]) -> Iterator[tuple[list[str | int], Any]]:
-    """Yield every value that is no mapping and no list, and where it stands."""
+    """Yield every scalar and its path."""
     if isinstance(value, Mapping):
         for key, part in value.items():
             yield from _leaves(part, [*steps, key])

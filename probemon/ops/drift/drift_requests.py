@@ -1,8 +1,6 @@
-"""RunRequests: the requests of one run, from their tokens to what a DriftMonitor compares.
+"""Collects the requests of one run for a DriftMonitor.
 
-    run.follow(RunRequests(drift, model, tokenizer, only))         # only: the thread that is watched, None for all
-
-In memory is, for each request under way, what its tokens have added up to: nothing grows with their number.
+Memory holds the sums of open requests, whatever their length.
 """
 
 from __future__ import annotations
@@ -37,13 +35,13 @@ from probemon.tracking.recording import Recording
 if TYPE_CHECKING:
     from probemon.ops.drift.drift_monitor import DriftMonitor
 
-_MOST_OPEN = 256  # documents of plain forwards, of which nobody says that they have ended
+_MOST_OPEN = 256  # documents; their end is not announced
 
 
 class RunRequests(Follower):
-    """Hands the requests of one run over to `drift`. `only`: the thread whose generations are watched, None for all.
+    """Adds the requests of one run to `drift`. `only`: the watched thread; None for all.
 
-    Raises `ConfigError` where another open run hands the same requests to the same DriftMonitor.
+    Raises `ConfigError` if another open run adds them.
     """
 
     def __init__(self, drift: DriftMonitor, model: Any, tokenizer: Any, only: threading.Thread | None) -> None:
@@ -56,12 +54,12 @@ class RunRequests(Follower):
         drift.begin(self)
 
     def shares_with(self, other: RunRequests) -> bool:
-        """Whether a request may be one of both runs."""
+        """True if both runs may have the same request."""
         one, another = (find_layers(requests._model)[1] for requests in (self, other))
         return one is another and (self._only is None or other._only is None or self._only is other._only)
 
     def states(self, batch: Batch, hidden: States | str) -> None:
-        """Take the norms of tokens' states."""
+        """Keep the norms of hidden states."""
         if not isinstance(hidden, str):
             self._norms[batch] = norms_of(hidden, self.drift.sites)
 
@@ -71,7 +69,7 @@ class RunRequests(Follower):
         self._add(batch.watch, batch.recording, batch.placed, scores, norms)
 
     def finish(self, failed: bool) -> None:
-        """End all requests that are under way, and make room for another run of this model."""
+        """End all open requests."""
         with self._lock:
             for recording in list(self._open):
                 self._end(recording)
@@ -85,20 +83,18 @@ class RunRequests(Follower):
         with self._lock:
             if recording not in self._open:
                 self._end_those_before()
-                host = self.drift.identity(self._model, self._tokenizer, recording.mark)
-                self._open[recording] = _Rows(self.drift, host, self._special)
+                identity = self.drift.identity(self._model, self._tokenizer, recording.mark)
+                self._open[recording] = _Rows(self.drift, identity, self._special)
             rows = self._open[recording]
         values = None if norms is None else norms.cpu().numpy()
         rows.add(placed, scores, values, comparable=self._compares(watch))
 
     def _compares(self, watch: Watch) -> bool:
-        """Whether what holds now, which may have changed while the host runs, scores what the manager's settings do."""
         if self._compared is None or self._compared[0] is not watch:
             self._compared = (watch, self.drift.compares(watch.plan))
         return self._compared[1]
 
     def _end_those_before(self) -> None:
-        """End the generations that are done; of documents the oldest, once there are many."""
         done = [one for one in self._open if one.done and one.call.prompt_columns is not None]
         documents = [one for one in self._open if one.call.prompt_columns is None]
         for recording in [*done, *documents[: max(0, len(documents) - _MOST_OPEN + 1)]]:
@@ -106,9 +102,9 @@ class RunRequests(Follower):
 
     def _end(self, recording: Recording) -> None:
         rows = self._open.pop(recording)
-        # What goes on from a cache had its beginning elsewhere, and is like no whole request.
+        # A continuation from a cache lacks its beginning.
         whole = recording.call.first_column <= 0
-        for traits in rows.traits(known=whole and recording.beams is None and not recording.host_changed):
+        for traits in rows.traits(known=whole and recording.beams is None and not recording.model_changed):
             if traits is None:
                 self.drift.leave_out()
             else:
@@ -116,12 +112,10 @@ class RunRequests(Follower):
 
 
 class _Rows:
-    """What the tokens of each row of a recording have added up to, without the `special` ones that it begins with: the
-    documents of a reference are counted without them, and many a host's first state is like no other.
-    """
+    """Sums over the tokens of each row, without `special` ones at its beginning."""
 
-    def __init__(self, drift: DriftMonitor, host: Mapping[str, str], special: Ints) -> None:
-        self.host, self._special = host, special
+    def __init__(self, drift: DriftMonitor, identity: Mapping[str, str], special: Ints) -> None:
+        self.host, self._special = identity, special
         self._place = np.full(len(drift.alert), -1, dtype=np.int64)
         self._place[drift.scored_probes] = np.arange(len(drift.scored_probes))
         self._shapes = {"fired": len(drift.alert), "scored": len(drift.scored_probes), "sites": len(drift.sites)}
@@ -129,7 +123,6 @@ class _Rows:
         self._grow(0)
 
     def _grow(self, n_rows: int) -> None:
-        """Make room for more rows."""
         n_fired, n_scored, n_sites = self._shapes.values()
         fresh: dict[str, np.ndarray] = {
             "fired": np.zeros((n_rows, n_fired), dtype=bool),
@@ -140,7 +133,7 @@ class _Rows:
             "norms": np.zeros((n_rows, n_sites, N_NORM_BINS), dtype=np.int32),
             "n_tokens": np.zeros(n_rows, dtype=np.int64),
             "incomplete": np.zeros(n_rows, dtype=bool),
-            "begun": np.zeros(n_rows, dtype=bool),  # a token that is not special was there
+            "begun": np.zeros(n_rows, dtype=bool),  # has a token that is not special
         }
         for name, values in self._rows.items():
             fresh[name][: len(values)] = values
@@ -154,33 +147,33 @@ class _Rows:
         if not counted.all():
             which = np.flatnonzero(counted)
             rows, scores, norms = rows[which], scores.take(which), None if norms is None else norms[which]
-        kept, coverage = self._rows, scores.coverage
+        sums, coverage = self._rows, scores.coverage
         seen = coverage.seen
-        kept["incomplete"][rows[~seen | (coverage.dropped > 0) | (not comparable)]] = True
-        np.add.at(kept["n_tokens"], rows, 1)
+        sums["incomplete"][rows[~seen | (coverage.dropped > 0) | (not comparable)]] = True
+        np.add.at(sums["n_tokens"], rows, 1)
         state = scores.state_of
         fired = scores.fired_mask
-        kept["fired"][rows[state[fired]], scores.probes[fired]] = True
+        sums["fired"][rows[state[fired]], scores.probes[fired]] = True
         at = np.flatnonzero(seen)
         if not len(at):
             return
         place = self._place[scores.probes]
         always = place >= 0
-        dense = np.zeros((len(rows), kept["highest"].shape[1]), dtype=np.float32)
+        dense = np.zeros((len(rows), sums["highest"].shape[1]), dtype=np.float32)
         dense[state[always], place[always]] = scores.values[always]
         order = at[np.argsort(rows[at], kind="stable")]
         which, first = np.unique(rows[order], return_index=True)
         dense = dense[order]
-        kept["highest"][which] = np.maximum(kept["highest"][which], np.maximum.reduceat(dense, first))
-        kept["lowest"][which] = np.minimum(kept["lowest"][which], np.minimum.reduceat(dense, first))
-        kept["n_low"][which] += np.add.reduceat((dense <= NEAR_END).astype(np.int32), first)
-        kept["n_high"][which] += np.add.reduceat((dense >= 1 - NEAR_END).astype(np.int32), first)
+        sums["highest"][which] = np.maximum(sums["highest"][which], np.maximum.reduceat(dense, first))
+        sums["lowest"][which] = np.minimum(sums["lowest"][which], np.minimum.reduceat(dense, first))
+        sums["n_low"][which] += np.add.reduceat((dense <= NEAR_END).astype(np.int32), first)
+        sums["n_high"][which] += np.add.reduceat((dense >= 1 - NEAR_END).astype(np.int32), first)
         if norms is not None:
             sites = np.arange(norms.shape[1])
-            np.add.at(kept["norms"], (rows[at, None], sites[None], norm_bins(norms[at])), 1)
+            np.add.at(sums["norms"], (rows[at, None], sites[None], norm_bins(norms[at])), 1)
 
     def _begun(self, placed: PlacedTokens) -> Mask:
-        """Return which of the tokens `[n]` are not among the special ones that their row begins with."""
+        """Return a mask `[n]` of tokens after the special ones that begin their row."""
         before: Mask = self._rows["begun"][placed.rows]
         if before.all():
             return before
@@ -195,28 +188,27 @@ class _Rows:
         return begun
 
     def traits(self, *, known: bool) -> list[RequestTraits | None]:
-        """Return those of every row that has tokens, None where they are not known."""
-        kept, traits = self._rows, list[RequestTraits | None]()
-        for row in np.flatnonzero(kept["n_tokens"]).tolist():
-            if kept["incomplete"][row] or not known:
+        """Return the traits of every row with tokens, None if unknown."""
+        sums, traits = self._rows, list[RequestTraits | None]()
+        for row in np.flatnonzero(sums["n_tokens"]).tolist():
+            if sums["incomplete"][row] or not known:
                 traits.append(None)
                 continue
-            highest, mostly = kept["highest"][row], MOSTLY * kept["n_tokens"][row]
+            highest, mostly = sums["highest"][row], MOSTLY * sums["n_tokens"][row]
             traits.append(
                 RequestTraits(
-                    fired=kept["fired"][row],
+                    fired=sums["fired"][row],
                     highest=highest,
-                    low=kept["n_low"][row] >= mostly,
-                    high=kept["n_high"][row] >= mostly,
-                    flat=highest - kept["lowest"][row] <= SAME,
-                    norm_bins=median_bins(kept["norms"][row]),
+                    low=sums["n_low"][row] >= mostly,
+                    high=sums["n_high"][row] >= mostly,
+                    flat=highest - sums["lowest"][row] <= SAME,
+                    norm_bins=median_bins(sums["norms"][row]),
                 )
             )
         return traits
 
 
 def _special_ids(model: Any, tokenizer: Any) -> Ints:
-    """Return the ids of a tokenizer's special tokens; without one, that which the host's config says begins a text."""
     ids = getattr(tokenizer, "all_special_ids", None)
     if ids is None:
         begins = getattr(text_config(model), "bos_token_id", None)

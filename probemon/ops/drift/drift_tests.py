@@ -1,24 +1,18 @@
-"""DriftTests: whether the newest requests are like those of a reference, look after look.
+"""Tests whether the newest requests are like those of a reference.
 
-    tests = DriftTests(reference)                # RequestCounts
-    raised = tests.add(counts)                   # of the next 100 requests: what differs since now
-    raised[0].kind, raised[0].place, raised[0].observed, raised[0].p
-    tests.held                                   # all that differs: until no look at 1,000 requests in a row shows it
+    raised = DriftTests(reference).add(counts)                   # of the next 100 requests: new differences
 
-It looks after every 100 requests at the newest 1,000, and after every 1,000 at the newest 10,000. What differs has to
-be both large and beyond chance:
+It looks every 100 requests at the newest 1,000, and every 1,000 at the newest 10,000. A difference must be large and
+beyond chance:
 
-- `base_rate`: in how many requests a concept fires. Fisher's exact test (two-sided, the smaller tail doubled) and odds
-  that are 1.5 times or more what they were, or less by as much.
-- `saturated`, `constant`: in 95 % of the requests or more a concept's score is at 0 (or at 1) at nearly all tokens, or
-  the same at all of them; more of them than in the reference, by the same test.
-- `scores`, `norms`: how the highest score of a request, and the median norm of its states, are distributed. The
-  distance of Kolmogorov and Smirnov over fixed bins, 0.15 or more.
+- `base_rate`: share of requests in which a concept fires. Fisher's exact test (two-sided, the smaller tail doubled),
+  and odds changed by a factor of 1.5 or more.
+- `saturated`, `constant`: a score at 0 (or 1) at nearly all tokens, or the same at all, in 95 % of requests or more.
+  The same test, for increases.
+- `scores`, `norms`: a request's highest score, its median norm. Kolmogorov-Smirnov distance over fixed bins, 0.15 or
+  more.
 
-A reference is a sample, too, and Fisher's test takes it as one: nothing has to be known of the true rates. Looks
-overlap, concepts depend on each other, and neither matters: by the union bound, what is expected of false alarms is at
-most the sum of the levels of all tests, which is `FALSE_ALARMS` in a million requests. It holds for requests that are
-independent and of one distribution with those of the reference.
+By the union bound, at most `FALSE_ALARMS` are expected in a million independent requests of one distribution.
 """
 
 from __future__ import annotations
@@ -36,7 +30,7 @@ from probemon.core.request_counts import RequestCounts, median_bins
 Doubles = npt.NDArray[np.float64]
 KINDS = ("base_rate", "scores", "norms", "saturated", "constant")
 BLOCK = 100  # requests between looks
-_BLOCKS = 10  # of which a window consists, and which make one block of the next, longer window
+_BLOCKS = 10  # per window, and per block of the next, longer window
 WINDOWS = (BLOCK * _BLOCKS, BLOCK * _BLOCKS**2)
 FALSE_ALARMS, IN_REQUESTS = 1.0, 1_000_000
 N_LOOKS = sum(IN_REQUESTS * _BLOCKS // window for window in WINDOWS)
@@ -46,10 +40,12 @@ _lgamma = np.frompyfunc(math.lgamma, 1, 1)
 
 @dataclass(frozen=True)
 class Difference:
-    """What differs: `kind`, the `place` of the concept or site among those that are compared, `what` is meant of it.
+    """A difference.
 
-    `reference`, `observed`: shares of requests; of `scores` and `norms` the bin of the median. `n`: requests looked at.
-    `p`: how probable as large a difference is by chance, of this one comparison. `distance`: of distributions, else 0.
+    - `place`: index of the concept or site
+    - `reference`, `observed`: shares of requests, or bins of the median (`scores`, `norms`)
+    - `n`: requests looked at
+    - `p`: probability by chance, of this comparison alone
     """
 
     kind: str
@@ -63,37 +59,39 @@ class Difference:
 
 
 class DriftTests:
-    """`reference`: counts of one request or more, of the concepts and sites that are to be compared."""
+    """`reference`: counts of the concepts and sites to compare."""
 
     def __init__(self, reference: RequestCounts) -> None:
         self._reference = reference
         self._blocks: list[deque[RequestCounts]] = [deque(maxlen=_BLOCKS) for _ in WINDOWS]
         self._n_blocks = 0
-        of_each = {
+        test_counts = {
             "base_rate": len(reference.fired),
             "saturated": 2 * len(reference.low),
             "constant": len(reference.low),
             "scores": len(reference.low),
             "norms": len(reference.norms),
         }
-        self._level = {kind: FALSE_ALARMS / len(KINDS) / N_LOOKS / max(1, n_tests) for kind, n_tests in of_each.items()}
-        self._held: dict[tuple[str, int, str], tuple[Difference, int]] = {}  # and after how many blocks it was seen
+        self._level = {
+            kind: FALSE_ALARMS / len(KINDS) / N_LOOKS / max(1, n_tests) for kind, n_tests in test_counts.items()
+        }
+        self._held: dict[tuple[str, int, str], tuple[Difference, int]] = {}  # and the block at which it was last seen
 
     @property
     def held(self) -> list[Difference]:
-        """Return what differs, as it was when it was last seen."""
+        """Present differences, as last seen."""
         return [difference for difference, _ in self._held.values()]
 
     def add(self, counts: RequestCounts) -> list[Difference]:
-        """Add the counts of the next `BLOCK` requests, and return what differs and did not before."""
+        """Add the counts of the next `BLOCK` requests; return new differences."""
         self._n_blocks += 1
         self._blocks[0].append(counts)
-        found = self._look(self._blocks[0])
+        differences = self._look(self._blocks[0])
         if self._n_blocks % _BLOCKS == 0:
             self._blocks[1].append(_sum(self._blocks[0]))
-            found += self._look(self._blocks[1])
+            differences += self._look(self._blocks[1])
         raised = []
-        for difference in found:
+        for difference in differences:
             key = (difference.kind, difference.place, difference.what)
             if key not in self._held:
                 raised.append(difference)
@@ -105,15 +103,15 @@ class DriftTests:
 
     def _look(self, blocks: deque[RequestCounts]) -> list[Difference]:
         now, then = _sum(blocks), self._reference
-        found = self._shares("base_rate", "fires", now.n, now.fired, then.fired, least=0.0)
+        differences = self._shares("base_rate", "fires", now.n, now.fired, then.fired, least=0.0)
         for kind, what, name in (
             ("saturated", "at 0", "low"),
             ("saturated", "at 1", "high"),
             ("constant", "the same at all tokens", "flat"),
         ):
-            found += self._shares(kind, what, now.n, getattr(now, name), getattr(then, name), least=LEAST_SHARE)
-        found += self._distributions("scores", "highest scores", now.highest, then.highest)
-        return found + self._distributions("norms", "norms", now.norms, then.norms)
+            differences += self._shares(kind, what, now.n, getattr(now, name), getattr(then, name), least=LEAST_SHARE)
+        differences += self._distributions("scores", "highest scores", now.highest, then.highest)
+        return differences + self._distributions("norms", "norms", now.norms, then.norms)
 
     def _shares(self, kind: str, what: str, n: int, k: Ints, k0: Ints, *, least: float) -> list[Difference]:
         n0 = self._reference.n
@@ -147,18 +145,17 @@ class DriftTests:
 
 
 def fisher(k: Ints, n: int, k0: Ints, n0: int) -> Doubles:
-    """Return the two-sided p-values `[K]` of k of n and k0 of n0 requests being of one rate: the smaller tail, doubled.
+    """Return two-sided p-values `[K]` of k of n and k0 of n0 requests having one rate.
 
-    Fisher 1935, "The logic of inductive inference" (JRSS 98): given how many there are in all, how many of them are
-    among the n has a hypergeometric distribution.
+    Fisher 1935, "The logic of inductive inference" (JRSS 98).
     """
-    fewer = np.asarray(k) * n0 < np.asarray(k0) * n  # then the others are more: the upper tail is always the one summed
+    fewer = np.asarray(k) * n0 < np.asarray(k0) * n  # then the others are more: the upper tail is always summed
     some: Doubles = np.where(fewer, n - k, k).astype(np.float64)
     before: Doubles = np.where(fewer, n0 - k0, k0).astype(np.float64)
     total = some + before
     term = np.exp(_log_choose(n, some) + _log_choose(n0, before) - _log_choose(n + n0, total))
     tail, j = term.copy(), some.copy()
-    # From k on, over the mean, terms only fall, each made of the one before it; past the last possible one are zeros.
+    # Above the mean, terms only fall; past the last possible one they are zero.
     while (term > 1e-17 * tail).any():
         term = term * (total - j) * (n - j) / ((j + 1) * (n0 - total + j + 1))
         j += 1
@@ -167,25 +164,22 @@ def fisher(k: Ints, n: int, k0: Ints, n0: int) -> Doubles:
 
 
 def odds_ratio(k: Ints, n: int, k0: Ints, n0: int) -> Doubles:
-    """Return how many times the odds of k0 of n0 those of k of n are, half a request added to each of the counts so
-    that none is 0 (Haldane 1956, Anscombe 1956).
-    """
+    """Return the odds of k of n over those of k0 of n0, with 0.5 added to each count (Haldane 1956, Anscombe 1956)."""
     return (k + 0.5) / (n - k + 0.5) * (n0 - k0 + 0.5) / (k0 + 0.5)
 
 
 def ks_distance(now: Ints, then: Ints) -> Doubles:
-    """Return the largest distance of the cumulated shares of counts `[K, bins]`; 0 where one has none."""
+    """Return the largest distance of the cumulated shares of counts `[K, bins]`; 0 if one is empty."""
     shares = [np.cumsum(counts, axis=1) / np.maximum(1, counts.sum(axis=1))[:, None] for counts in (now, then)]
-    some = (now.sum(axis=1) > 0) & (then.sum(axis=1) > 0)
-    return np.where(some, np.abs(shares[0] - shares[1]).max(axis=1, initial=0), 0.0)
+    nonempty = (now.sum(axis=1) > 0) & (then.sum(axis=1) > 0)
+    return np.where(nonempty, np.abs(shares[0] - shares[1]).max(axis=1, initial=0), 0.0)
 
 
 def ks_chance(distance: Doubles, n: Ints, m: Ints) -> Doubles:
-    """Return the probability, at most, of as large a distance of two samples of one distribution.
+    """Return an upper bound of the probability of such a distance between samples of one distribution.
 
     Wei and Dudley 2012, "Two-sample Dvoretzky-Kiefer-Wolfowitz inequalities" (Statistics & Probability Letters 82),
-    with the constant e, which they prove for samples of one size; of others they compute that it holds. Values that
-    fall into one bin only make distances smaller.
+    with the constant e: proven for equal sizes, computed for others.
     """
     return np.minimum(1.0, math.e * np.exp(-2 * distance**2 * (n * m / np.maximum(1, n + m))))
 

@@ -1,13 +1,9 @@
-"""Escalate: a rule that is met is put to a judge, slower than a probe and surer, who rules whether the row stops.
+"""The action that asks a judge, slower and surer than a probe, whether a sequence stops.
 
-    def judge(question):
-        return "stop" if is_harmful(question.text) else "pass"      # or ("stop", "why")
+def judge(question):
+    return "stop" if is_harmful(question.text) else "pass"      # or ("stop", "why")
 
-    run.on("weapon", action=Escalate(judge, within=2.0, meanwhile="hold", on_failure="stop"))
-    ...
-    run.events[0].verdict              # Verdict(ruling="pass", failure="", reason="", seconds=0.31)
-
-Judges run in threads of their own. docs/second_opinion.md says what is bounded, and how.
+run.on("weapon", action=Escalate(judge, within=2.0, meanwhile="hold", on_failure="stop"))
 """
 
 from __future__ import annotations
@@ -32,9 +28,12 @@ MEANWHILE, ON_FAILURE = (HOLD, PASS, STOP), (PASS, STOP, RAISE)
 
 @dataclass(frozen=True)
 class Question:
-    """What a judge is asked: `event` was met, and `text` is the end of its row, that token included, as the run's
-    tokenizer decodes it ("" without one). `ids` are its tokens. The answer is wanted `within` so many seconds.
-    `n_missing`: how many tokens would belong before these, and are not known, since they came in a cache.
+    """A question to a judge.
+
+    - `event`: that was met
+    - `ids`, `text`: the end of its sequence, up to that token; "" without a tokenizer
+    - `within`: seconds to answer
+    - `n_missing`: earlier tokens that are unknown, since they came in a cache
     """
 
     event: Event
@@ -49,20 +48,16 @@ Judge = Callable[[Question], str | tuple[str, str]]
 
 @dataclass(frozen=True)
 class Escalate(AskedAction):
-    """The action of a rule: ask `judge`, and do as it says.
+    """The action of a rule: ask `judge`, and apply its ruling. Raises `ConfigError`.
 
-    It is asked when the rule is met, which is once for as long as the score stays over the threshold: "pass" holds
-    until the score has fallen, and of an aggregate that never falls ("max") to the end of the row.
+    It is asked once while the score stays over the threshold.
 
-    `judge(question)`: returns "stop" or "pass", or one of these and the reason, in words.
-    `within`: seconds that it has, from the event on. It counts them in a queue, too.
-    `meanwhile`: "hold" lets the generation wait for the verdict, "pass" lets it go on until a verdict stops it, "stop"
-    stops the row at once, and the verdict only joins the event.
-    `on_failure`: "pass", "stop" or "raise" where there is no verdict in time; for what is stopped already, "stop".
-    `last_tokens`: of the row that the judge is shown at most, of its prompt and of what was generated.
-    `n_workers`: threads that ask at the same time. `max_waiting`: questions that wait for one; more are not asked.
-
-    Whoever uses one object, in however many rules and runs, shares its workers. Raises `ConfigError`.
+    - `judge(question)`: returns "stop" or "pass", or one of these with a reason
+    - `within`: seconds from the event on, including the queue
+    - `meanwhile`: "hold" waits, "pass" goes on, "stop" stops at once
+    - `on_failure`: "pass", "stop" or "raise" if there is no verdict in time
+    - `last_tokens`: most tokens shown to the judge
+    - `n_workers`, `max_waiting`: threads that ask, and waiting questions
     """
 
     judge: Judge
@@ -91,17 +86,13 @@ class Escalate(AskedAction):
         object.__setattr__(self, "desk", Desk(n_workers, check_count("max_waiting", self.max_waiting)))
 
     def telling(self, told: Callable[[Event, str], object]) -> Escalate:
-        """Return the same, with the same workers, which calls `told(event, "pass" or "stop" or "raise")` in the thread
-        that generates, when that follows.
-        """
+        """Return a copy with the same workers that calls `told(event, ruling)` when a ruling is applied."""
         same = copy(self)
         object.__setattr__(same, "told", told)
         return same
 
     def check_run(self, tokenizer: Any, keep_tokens: int | None) -> None:
-        """Let a judge that has a method `check` say whether it can be asked. Raises `ConfigError`, also where the run
-        keeps fewer tokens than the judge is to be shown.
-        """
+        """Call the judge's `check`. Raises `ConfigError`, also if the run keeps fewer than `last_tokens` tokens."""
         if keep_tokens is not None and keep_tokens < self.last_tokens:
             raise ConfigError(
                 f"a judge is to be shown last_tokens={self.last_tokens}, and the run keeps"
@@ -111,7 +102,7 @@ class Escalate(AskedAction):
             self.judge.check(tokenizer)
 
     def decider(self, publisher: Publisher) -> Decider:
-        """Make what asks the judges of one run."""
+        """Return the decider of one run."""
         from probemon.ops.judges.escalations import Escalations
 
         return Escalations(publisher)

@@ -1,10 +1,4 @@
-"""Escalations: the questions of one run to its judges, and what follows from their verdicts.
-
-escalations = Escalations(publisher)                # of a run that has rules with `Escalate`
-escalations.ask(escalate, event, generation)        # when a rule is met: returns at once
-escalations.scored(batch, scores)                   # once a batch was judged: holds, and does what verdicts say
-escalations.finish(failed=False)                    # with the run: no question stays open
-"""
+"""The questions of one run to its judges, and what follows."""
 
 from __future__ import annotations
 
@@ -33,13 +27,11 @@ if TYPE_CHECKING:
     from probemon.monitor.publisher import Publisher
     from probemon.monitor.run import MonitorRun
 
-_TELL_SECONDS = 1.0  # that the end of a run waits for followers to hear of a verdict in another thread
+_TELL_SECONDS = 1.0  # wait for followers to receive verdicts
 
 
 class _Open:
-    """A question. `event` gets the verdict; `followed`: what it says was done, or was done before it came. `n_missing`:
-    of a `Question`.
-    """
+    """A question. `event`: with its verdict once there is one; `followed`: the ruling was applied."""
 
     def __init__(
         self, escalate: Escalate, event: Event, ids: tuple[int, ...], n_missing: int, run: Escalations
@@ -56,7 +48,7 @@ class _Open:
 
     @property
     def is_over(self) -> bool:
-        """Whether nobody waits to hear of it any more."""
+        """True if its verdict was delivered."""
         return self.asked.told.is_set() and (self.followed or self.escalate.told is None)
 
     def _ask(self) -> Any:
@@ -71,52 +63,51 @@ class _Open:
 
 @dataclass
 class _OfGeneration:
-    """`in_vain`: seconds that a generation was held for what then was no verdict, by the id of the action."""
+    """`in_vain`: seconds of holding without a verdict, by id of the action."""
 
     open: list[_Open] = field(default_factory=list)
     in_vain: dict[int, float] = field(default_factory=dict)
 
 
 class Escalations(Decider):
-    """Asks the judges of one run. A judge that fails holds a generation for `within` seconds at most, however many
-    questions there are: what was waited for in vain counts for all that come after.
+    """Asks the judges of one run. A failing judge holds a generation for `within` seconds in all.
 
-    `verdicts`: how many there are, by why there was none of a judge, "" where there was one. `passing`: of those that
-    no judge gave, how many changed nothing.
+    - `verdicts`: counts by failure, "" for answers
+    - `passing`: failures that changed nothing
     """
 
     def __init__(self, publisher: Publisher) -> None:
         self.publisher = publisher
-        self._lock = threading.Lock()  # guards what follows: threads that generate share it
+        self._lock = threading.Lock()  # guards the fields below
         self._own: weakref.WeakKeyDictionary[Generation, _OfGeneration] = weakref.WeakKeyDictionary()
-        self._asked: list[_Open] = []  # of which not all may have heard yet
+        self._asked: list[_Open] = []
         self.verdicts, self.passing = Counter[str](), Counter[str]()
 
     def ask(self, escalate: Escalate, event: Event, generation: Generation) -> None:
-        """Put an event to the judge of an action."""
+        """Ask an action's judge about an event."""
         ids, n_missing = last_ids(generation.recording, event.row, event.column, escalate.last_tokens)
         question = _Open(escalate, event, ids, n_missing, self)
         asked = question.asked
         with self._lock:
-            own = self._own.setdefault(generation, _OfGeneration())
+            state = self._own.setdefault(generation, _OfGeneration())
             self._asked = [one for one in self._asked if not one.is_over] + [question]
-        own.open.append(question)
+        state.open.append(question)
         if escalate.meanwhile == STOP:
             self._follow(escalate, STOP, event, generation)
-        if escalate.meanwhile == HOLD and own.in_vain.get(id(escalate), 0.0) >= escalate.within:
+        if escalate.meanwhile == HOLD and state.in_vain.get(id(escalate), 0.0) >= escalate.within:
             asked.fail(NOT_ASKED, f"this generation was held for {escalate.within:g} seconds without a verdict before")
         elif not escalate.desk.put(asked):
             asked.fail(NOT_ASKED, f"{escalate.max_waiting} questions wait, as many as may")
 
     def scored(self, batch: Batch, scores: Scores) -> None:
-        """Wait for the verdicts that hold the generation of this batch, and do what those that are there say."""
+        """Wait for verdicts that hold this generation, and apply all that came."""
         generation = batch.generation
-        own = None if generation is None else self._own.get(generation)
-        if own is None or not own.open:
+        state = None if generation is None else self._own.get(generation)
+        if state is None or not state.open:
             return
-        self._hold(own)
+        self._hold(state)
         still_open = []
-        for question in own.open:
+        for question in state.open:
             asked, escalate = question.asked, question.escalate
             if time.monotonic() >= asked.deadline:
                 asked.fail(LATE, f"no answer within {escalate.within:g} seconds")
@@ -125,10 +116,10 @@ class Escalations(Decider):
             elif not question.followed:
                 question.followed = True
                 self._follow(escalate, asked.verdict.ruling, question.event, generation)
-        own.open = still_open
+        state.open = still_open
 
     def join(self, before: Event, after: Event) -> None:
-        """Let `after`, which has a verdict, stand for the event `before`, in any thread."""
+        """Replace the event `before` by `after`, which has a verdict. Any thread."""
         self.publisher.replace_event(before, after)
         verdict = after.verdict
         assert verdict is not None
@@ -138,7 +129,7 @@ class Escalations(Decider):
                 self.passing[verdict.failure] += 1
 
     def finish(self, failed: bool) -> None:
-        """Give every question a verdict; unless the run `failed`, wait for those that have time left."""
+        """Give every question a verdict; wait for them, unless the run `failed`."""
         wait = not failed
         with self._lock:
             every, self._asked = self._asked, []
@@ -152,14 +143,14 @@ class Escalations(Decider):
             verdict = question.event.verdict
             if not wait or question.followed or verdict is None:
                 continue
-            # The answer was complete before: nothing follows but that it is told.
+            # The answer was complete: only report.
             question.followed = True
             self._follow(question.escalate, PASS, question.event, None)
             if verdict.failure and verdict.ruling == RAISE:
                 self.passing[verdict.failure] += 1
 
     def closed(self, run: MonitorRun) -> None:
-        """Warn where rows went on since no judge had ruled."""
+        """Warn if rows went on without a ruling."""
         if self.passing:
             [(failure, n)] = self.passing.most_common(1)
             warnings.warn(
@@ -170,64 +161,61 @@ class Escalations(Decider):
             )
 
     def check(self) -> Check:
-        """Say how many questions had no answer, as a check of the run's health."""
+        """Return a health check of unanswered questions."""
         verdicts = Counter(self.verdicts)
         failures = verdicts - Counter({"": verdicts[""]})
         if not failures:
             answered = f"{counted(verdicts[''], 'question')} had an answer" if verdicts else "none was asked"
             return Check("judges", OK, answered)
-        said = ", ".join(f"{failure}: {n:,}" for failure, n in failures.most_common())
+        reasons = ", ".join(f"{failure}: {n:,}" for failure, n in failures.most_common())
         return Check(
             "judges",
             FAILED if failures[ERROR] else WARNING,
-            f"{failures.total():,} of {counted(verdicts.total(), 'question')} had no answer that counts ({said})",
-            "on_failure said what follows, and nobody judged; event.verdict has the reasons.",
+            f"{failures.total():,} of {counted(verdicts.total(), 'question')} had no answer that counts ({reasons})",
+            "on_failure decided instead of a judge; event.verdict has the reasons.",
         )
 
     def _follow(self, escalate: Escalate, ruling: str, event: Event, generation: Generation | None) -> None:
-        """Do what was ruled of an event, or is done meanwhile; nothing where the generation is complete, so that the
-        ruling is "pass", whatever the verdict says.
-        """
+        """Apply and report a ruling; without a generation (it is complete) only report."""
         if ruling != PASS and generation is not None:
             self.publisher.do(ruling, event, generation)
         if escalate.told is not None:
-            self.publisher.failures.call("who is told of verdicts", escalate.told, event, ruling)
+            self.publisher.failures.call("a listener of verdicts", escalate.told, event, ruling)
 
-    def _hold(self, own: _OfGeneration) -> None:
-        begin, before = time.monotonic(), dict(own.in_vain)
-        held = [question for question in own.open if question.escalate.meanwhile == HOLD]
-        for question in held:
+    def _hold(self, state: _OfGeneration) -> None:
+        begin, before = time.monotonic(), dict(state.in_vain)
+        holding = [question for question in state.open if question.escalate.meanwhile == HOLD]
+        for question in holding:
             asked, within = question.asked, question.escalate.within
             left = within - before.get(id(question.escalate), 0.0)
             if not asked.wait(min(asked.deadline, begin + left)):
                 asked.fail(LATE, f"no answer while the generation was held, {within:g} seconds in all")
         waited = time.monotonic() - begin
-        if held:
+        if holding:
             self.publisher.followers.held(waited)
-        for question in held:
+        for question in holding:
             escalate, verdict = question.escalate, question.asked.verdict
             if verdict is not None and verdict.failure:
                 used = escalate.within if verdict.failure == LATE else before.get(id(escalate), 0.0) + waited
-                own.in_vain[id(escalate)] = max(used, own.in_vain.get(id(escalate), 0.0))
+                state.in_vain[id(escalate)] = max(used, state.in_vain.get(id(escalate), 0.0))
 
 
 def last_ids(recording: Recording, row: int, column: int, n: int) -> tuple[tuple[int, ...], int]:
-    """Return the ids of the last `n` tokens of a row of a recording and of the turns before it, up to a column; fewer
-    where these hold fewer. Those whose scores are forgotten count, too, and those that came in a cache. Return also how
-    many there would be more, of which nobody knows the ids.
+    """Return the last `n` ids of a sequence up to a column, also from earlier turns and caches, and how many before
+    them are unknown.
     """
     ids: list[int] = []
     end = column + 1
-    # Another thread may forget meanwhile: a turn is handed out before what it would pass its tokens on to is read.
+    # Another thread may forget tokens: read a turn before the place that they move to.
     for turn in recording.turns():
         if len(ids) >= n:
             break
         end, at = min(end, turn.end), row if turn.origin is None else int(turn.origin[row])
         newest = [(placed.rows, placed.columns, placed.ids) for placed in list(turn.recording.placed)]
         for rows, columns, piece_ids in reversed([*turn.recording.forgotten_ids.pieces(), *newest]):
-            own = np.flatnonzero((rows == at) & (columns < end))
-            ids = [*piece_ids[own].tolist(), *ids]
-            end = int(columns[own].min(initial=end))
+            matches = np.flatnonzero((rows == at) & (columns < end))
+            ids = [*piece_ids[matches].tolist(), *ids]
+            end = int(columns[matches].min(initial=end))
             if len(ids) >= n:
                 break
     n_missing = 0

@@ -1,14 +1,6 @@
-"""Desk: questions to a judge, a few at a time, each with a limit after which its answer does not count.
+"""Asks a judge a few questions at a time, each with a time limit.
 
-desk = Desk(n_workers=2, max_waiting=16)
-asked = Asked(lambda: judge(question), within=2.0, on_failure="stop", join=join, tell=tell)
-if not desk.put(asked):                    # as many wait as may
-    asked.fail(NOT_ASKED, "...")
-asked.wait(until=asked.deadline)           # whether there is a verdict by then
-asked.fail(LATE, "...")                    # changes nothing where there is one
-asked.verdict
-
-A worker is a daemon, which ends when nothing waits: a judge that hangs keeps one worker, and no process, from ending.
+Workers are daemons that end when nothing waits, so a hanging judge keeps no process alive.
 """
 
 from __future__ import annotations
@@ -26,16 +18,15 @@ from probemon.util.checks import shown
 
 RULINGS = ("pass", "stop")
 FAILURES = LATE, ERROR, NOT_ASKED = ("late", "error", "not asked")
-_LONGEST = 500  # characters of a reason
+_LONGEST = 500
 
 
 class Asked:
-    """A question on its way, whose first verdict holds.
+    """A question on its way; its first verdict counts.
 
-    `ask()`: puts it to the judge and returns the answer. It is called in the context of who made this, so that what
-    traces the calls of a judge finds the span that they belong to.
-    `join(verdict)`: is called at once, before anybody sees that there is a verdict, and may not take long.
-    `tell()`: is called after that, in the thread that has the verdict, and in that context.
+    - `ask()`: asks the judge, in the context of the creator, so that traces belong together
+    - `join(verdict)`: called before the verdict is visible; must be quick
+    - `tell()`: called after that, in the same thread and context
     """
 
     def __init__(
@@ -63,8 +54,8 @@ class Asked:
     def _answer(self) -> None:
         try:
             ruling, reason = read_answer(self._ask())
-        except BaseException as error:  # SystemExit, too: nobody else would say that there is no verdict
-            if time.monotonic() >= self.deadline:  # a judge that keeps its own time raises when that is over
+        except BaseException as error:  # SystemExit, too: there would never be a verdict
+            if time.monotonic() >= self.deadline:  # a judge with its own timeout raises then
                 self.fail(LATE, f"no answer within {self.within:g} seconds")
             self.fail(ERROR, str(error) if isinstance(error, JudgeFailed) else f"{type(error).__name__}: {error}")
             return
@@ -78,7 +69,7 @@ class Asked:
         self._decide(self._on_failure, failure, reason)
 
     def wait(self, until: float) -> bool:
-        """Wait for a verdict, at most until a time of the monotonic clock; return whether there is one."""
+        """Wait until a time of the monotonic clock; return True if there is a verdict."""
         return self._known.wait(max(0.0, until - time.monotonic()))
 
     def _decide(self, ruling: str, failure: str, reason: str) -> None:
@@ -96,15 +87,15 @@ class Asked:
 
 
 class Desk:
-    """At most `n_workers` threads ask, and at most `max_waiting` questions wait for one of them."""
+    """At most `n_workers` threads ask; at most `max_waiting` questions wait."""
 
     def __init__(self, n_workers: int, max_waiting: int) -> None:
         self._n_workers, self._max_waiting = n_workers, max_waiting
-        self._lock = threading.Lock()  # guards what follows
+        self._lock = threading.Lock()  # guards the fields below
         self._n_working, self._waiting = 0, deque[Asked]()
 
     def put(self, asked: Asked) -> bool:
-        """Take a question, or return False at once where too many wait."""
+        """Queue a question; False if too many wait."""
         with self._lock:
             if self._n_working < self._n_workers:
                 try:
@@ -113,7 +104,7 @@ class Desk:
                     return False
                 self._n_working += 1
                 return True
-            # Of those that wait, some have had their time.
+            # some have timed out
             self._waiting = deque(one for one in self._waiting if one.verdict is None)
             if len(self._waiting) >= self._max_waiting:
                 return False
@@ -130,7 +121,7 @@ class Desk:
 
 
 def read_answer(answer: object) -> tuple[str, str]:
-    """Return the ruling and the reason of a judge's answer. Raises `JudgeFailed`."""
+    """Return ruling and reason of an answer. Raises `JudgeFailed`."""
     ruling, reason = answer if isinstance(answer, tuple) and len(answer) == 2 else (answer, "")
     if not isinstance(ruling, str) or ruling not in RULINGS or not isinstance(reason, str):
         raise JudgeFailed(f"the judge answered {shown(answer)}: it returns 'stop' or 'pass', or one of these and why")

@@ -1,12 +1,4 @@
-"""AnswerText: the text of an answer as its tokens come, where each token lies in it, and how much of it may be sent.
-
-text = AnswerText(decode, stops=["\\n\\n"], hold=False)
-text.add(token_id)
-text.take()                             # what may be sent now and was not before
-text.spans[0]                           # (start, end) of the first token, in characters
-text.met_stop                           # a stop string is there: the text ends before it
-text.end()                              # nothing more will come
-"""
+"""The text of an answer as its tokens come, and how much of it may be sent."""
 
 from __future__ import annotations
 
@@ -16,10 +8,9 @@ from probemon.util.token_texts import TokenTexts
 
 
 class AnswerText:
-    """The text is what the tokenizer makes of the ids, up to the first stop string.
+    """The decoded text up to the first stop string.
 
-    Text that may be the beginning of a stop string waits until it is known. With `hold` a token's text waits until
-    `allow` says that the token may be seen.
+    Text that may begin a stop string is withheld; with `hold`, all text until `allow`.
     """
 
     def __init__(
@@ -29,46 +20,46 @@ class AnswerText:
         self.met_stop = False
         self._pieces, self._stops = TokenTexts(decode), stops
         self._text = ""
-        self._limit: int | None = None  # no text from here on, whatever comes
-        self.n_allowed, self._hold = 0, hold  # tokens that may be seen
+        self._limit: int | None = None  # no text from here on
+        self.n_allowed, self._hold = 0, hold  # may be shown
         self._n_taken, self._ended = 0, False
 
     @property
     def text(self) -> str:
-        """Return the text so far, without what is cut off; with `hold`, also without what is not allowed yet."""
+        """Return the text that may be shown."""
         return self._text[: self._n_allowed_characters()]
 
     def add(self, token_id: int) -> None:
-        """Take the next token."""
+        """Add the next token."""
         begin = len(self._text)
         self._extend(self._pieces.add(token_id))
         self.spans.append((begin, len(self._text)))
 
     def token_text(self, index: int) -> str:
-        """Return what a token adds to the text that is shown."""
+        """Return a token's shown text."""
         start, end = self.span(index)
         return self._text[start:end]
 
     def span(self, index: int) -> tuple[int, int]:
-        """Return where the text of a token lies, less what is cut off."""
+        """Return (start, end) of a token's shown text, in characters."""
         most = len(self._text) if self._limit is None else self._limit
         start, end = self.spans[index]
         return min(start, most), min(end, most)
 
     def is_settled(self, index: int) -> bool:
-        """Whether the text of a token stays as it is: no stop string that is on its way may cut it."""
+        """True if no stop string can still cut the token."""
         return self._ended or self.met_stop or self.spans[index][1] <= len(self._text) - self._possible_stop()
 
     def allow(self, n_tokens: int) -> None:
-        """Let the first `n_tokens` be seen."""
+        """Allow the first `n_tokens`."""
         self.n_allowed = max(self.n_allowed, n_tokens)
 
     def cut_at_token(self, index: int) -> None:
-        """Let nothing be seen from this token on."""
+        """Show nothing from this token on."""
         self._cut(self.spans[index][0] if index < len(self.spans) else len(self._text))
 
     def end(self) -> None:
-        """Nothing more will come: what waited for more is text."""
+        """End the text: withheld characters become text."""
         if not self._ended:
             self._ended = True
             self._extend(self._pieces.finish())
@@ -76,7 +67,7 @@ class AnswerText:
                 self.spans[-1] = self.spans[-1][0], len(self._text)
 
     def take(self) -> str:
-        """Return what may be sent and was not."""
+        """Return new text that may be sent."""
         end = self._n_allowed_characters()
         if not self._ended and not self.met_stop:
             end = min(end, len(self._text) - self._possible_stop())
@@ -93,10 +84,10 @@ class AnswerText:
         self._text += piece
         if self.met_stop:
             return
-        found = [at for stop in self._stops if (at := self._text.find(stop, max(0, before - len(stop) + 1))) >= 0]
-        if found:
+        positions = [at for stop in self._stops if (at := self._text.find(stop, max(0, before - len(stop) + 1))) >= 0]
+        if positions:
             self.met_stop = True
-            self._cut(min(found))
+            self._cut(min(positions))
 
     def _cut(self, at: int) -> None:
         self._limit = at if self._limit is None else min(at, self._limit)
@@ -108,7 +99,7 @@ class AnswerText:
         return min(most, self.spans[self.n_allowed - 1][1] if self.n_allowed else 0)
 
     def _possible_stop(self) -> int:
-        """Return how many of the last characters may be the beginning of a stop string."""
+        """Return how many last characters may begin a stop string."""
         longest = 0
         for stop in self._stops:
             for n in range(min(len(stop) - 1, len(self._text)), longest, -1):

@@ -1,9 +1,4 @@
-"""Answering: one answer of the host, watched while it is generated, with its text, scores and events as they come.
-
-answering = Answering(served, prepared, ids, choice=0, max_tokens=100, listener=job, ...)
-ending = answering.run()                   # in the thread that generates; `job` was told of it meanwhile
-ending.finish_reason, ending.summary
-"""
+"""One answer of the model, watched while it is generated."""
 
 from __future__ import annotations
 
@@ -36,7 +31,7 @@ from probemon.tracking.align import PlacedTokens
 
 @dataclass(frozen=True)
 class Piece:
-    """What is new of an answer: text that may be shown, tokens with scores, rules that were met."""
+    """New text, tokens with scores, and events of an answer."""
 
     choice: int
     text: str
@@ -46,8 +41,10 @@ class Piece:
 
 @dataclass(frozen=True)
 class Ending:
-    """How an answer ended. `finish_reason`: "stop", "length", "content_filter", or "cancelled" where nobody reads it;
-    `n_tokens`: that were generated for it; `n_unseen`: of them without scores, beside the last.
+    """How an answer ended.
+
+    - `finish_reason`: "stop", "length", "content_filter" or "cancelled"
+    - `n_unseen`: tokens without scores, not counting the last
     """
 
     choice: int
@@ -59,25 +56,25 @@ class Ending:
 
 
 class AnswerListener(Protocol):
-    """Who is told of an answer while it is generated. `id`: of the answer."""
+    """Receives an answer while it is generated."""
 
     id: str
 
     @property
     def cancelled(self) -> bool:
-        """Whether the answer is not wanted any more."""
+        """True if the answer is no longer wanted."""
 
     def note(self, choice: int, tokens: list[dict[str, Any]], events: list[dict[str, Any]]) -> None:
-        """Hear of scores and of rules that were met, as soon as they are known."""
+        """Receive scores and met rules at once."""
 
     def send(self, piece: Piece) -> None:
-        """Send what is new after a token, which was noted before, with the text."""
+        """Send text, with the tokens and events noted before."""
 
 
 class Answering(StoppingCriteria):
-    """Generates one answer to the prompt `ids` and tells of it. It is the criterion that ends the generation, too.
+    """Generates one answer to the prompt `ids`; also the criterion that ends the generation.
 
-    With `hold`, one more token is generated than is shown, so that the last one shown has its score, too.
+    With `hold`, one token more is generated than shown, so that the last shown one has a score.
     """
 
     def __init__(
@@ -100,23 +97,21 @@ class Answering(StoppingCriteria):
         self._told = Told(served.manager.pack, prepared.watch.top_k, prepared.shown)
         self._text = AnswerText(served.decode, prepared.request.stop, hold=self._hold)
         self._answer_ids: list[int] = []
-        self._unsettled: deque[tuple[Scores, int, int]] = deque()  # tokens whose text a stop string may yet cut
+        self._unsettled: deque[tuple[Scores, int, int]] = deque()  # may still be cut by a stop string
         self._tokens: list[dict[str, Any]] = []
         self._events: list[dict[str, Any]] = []
-        self._n_noted = [0, 0]  # of these, how many tokens and events were noted
-        self._complete = False  # the answer has all its tokens
+        self._n_noted = [0, 0]  # tokens, events
+        self._complete = False
         self._stopped_by: dict[str, Any] | None = None
-        self._hidden_from: int | None = None  # the first token that is not shown, with `hold`
+        self._hidden_from: int | None = None
         self._n_unseen = 0
         self._run: Any = None
-        self._newer: Held | None = None  # what the deployment file says since it was read again
+        self._newer: Held | None = None  # a reloaded deployment
         self._holding, self._owned = threading.Lock(), list[tuple[Rule, Rule]]()
         self._draws = Draws(seed, served.model.device) if served.draws(prepared.request) else None
 
     def run(self) -> Ending:
-        """Generate, and return how it ended. Raises what `model.generate` raises, and `RequestRefused` where the file
-        was read again since the request came, and its rules cannot be any more.
-        """
+        """Generate the answer. Raises `RequestRefused` if a reloaded deployment conflicts with the request's rules."""
         served, request = self._served, self._prepared.request
         ids = torch.tensor([list(self._ids)], device=served.model.device)
         with (
@@ -127,13 +122,13 @@ class Answering(StoppingCriteria):
                 served.tokenizer,
                 [] if served.budget is None else [served.budget],
                 one_thread=True,
-                # What was not seen ends the answer, unless rules of a deployment say what follows.
+                # Unseen tokens end the answer, unless a deployment's rules decide.
                 on_gap="report" if held.rules else "raise",
                 breaker=served.circuit,
                 callback_errors="raise" if served.circuit is None else "report",
             ) as run,
         ):
-            with self._holding:  # the file may have been read again meanwhile
+            with self._holding:
                 self._run, held = run, self._newer or held
                 if held.deployment is not None:
                     rules = [self._own(rule) for rule in held.rules]
@@ -158,10 +153,10 @@ class Answering(StoppingCriteria):
         return self._end(run.result(out))
 
     def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Any:
-        """Take the token that was sampled, tell what is known by now, and say whether it was the last."""
+        """Return whether the sampled token was the last."""
         if self._draws is not None:
             self._draws.end_step()
-        # Where the answer is complete, one more was run, for the score of the last that is shown.
+        # A complete answer ran one step more, to score its last token.
         ends = self._complete or (self._take(int(input_ids[0, -1])) and not self._hold)
         self._flush()
         return torch.full((len(input_ids),), ends or self._listener.cancelled, device=input_ids.device)
@@ -169,31 +164,28 @@ class Answering(StoppingCriteria):
     # -- inside ----------------------------------------------------------------------------------
 
     def _take(self, token_id: int) -> bool:
-        """Add a token to the answer; whether it has all its tokens then."""
         self._answer_ids.append(token_id)
         self._text.add(token_id)
         self._complete = self._text.met_stop or len(self._answer_ids) == self._max_tokens
-        if self._complete:  # before its last token is told: what is left of a character is that one's text
+        if self._complete:  # so that the last token gets the rest of a split character
             self._text.end()
         return self._complete
 
     def _watch_rules(self, run: Any) -> None:
         for at, (spec, _) in enumerate(self._prepared.rules):
             name = "stop" if spec.action == "stop" else "record"
-            told = "stop" if name == "stop" else "tell"
-            # Rules that a request relies on must not be silent. With `hold` the answer ends before that token.
+            # A request's rules must not go blind silently. With `hold`, the answer ends first.
             on_blind = "pass" if self._hold else "raise"
-            spec = replace(spec, action=Named(name, partial(self._met, told)), on_blind=on_blind)
+            spec = replace(spec, action=Named(name, partial(self._met, name)), on_blind=on_blind)
             try:
                 run.add_rules(spec.rules(self._served.manager.pack))
-            except (ConfigError, UnknownConcept) as error:  # it was checked when it came: the file was read again since
+            except (ConfigError, UnknownConcept) as error:  # the deployment was reloaded
                 raise RequestRefused(str(error), f"probemon.rules[{at}]") from None
 
     def hold_to(self, held: Held) -> Takes:
-        """Hold to what the deployment file says now, from the next token on; from any thread.
+        """Apply a reloaded deployment from the next token on. Thread-safe.
 
-        Where a rule of the request is on what is excluded now, or the file leaves no room beside such rules, the file's
-        rules hold all the same and what is watched stays; where that cannot be either, what held before goes on.
+        Returns "rules" or "nothing" if rules of the request are on excluded concepts or leave no room.
         """
         with self._holding:
             self._newer = held
@@ -209,30 +201,29 @@ class Answering(StoppingCriteria):
             return "nothing"
 
     def _own(self, rule: Rule) -> Rule:
-        """Return a rule of the deployment that acts on this answer; of one that stays the same, which goes on."""
-        own = next((own for known, own in self._owned if known is rule), None)  # the same may stand twice
-        if own is None:
-            own = replace(rule, action=self._acting(rule.action), on_blind=self._blind(rule.on_blind))
-            self._owned.append((rule, own))
-        return own
+        acting = next((acting for source, acting in self._owned if source is rule), None)  # equal rules may occur twice
+        if acting is None:
+            acting = replace(rule, action=self._acting(rule.action), on_blind=self._blind(rule.on_blind))
+            self._owned.append((rule, acting))
+        return acting
 
     def _acting(self, action: Action) -> Action:
         if isinstance(action, Escalate):
-            return action.telling(lambda event, ruling: self._met("stop" if ruling == "stop" else "tell", event))
+            return action.telling(lambda event, ruling: self._met("stop" if ruling == "stop" else "record", event))
         if not isinstance(action, str) or action == "raise":
             return action
-        return Named(action, partial(self._met, "stop" if action == "stop" else "tell"))
+        return Named(action, partial(self._met, "stop" if action == "stop" else "record"))
 
     def _blind(self, action: Action) -> Action:
         return Named("stop", partial(self._met, "stop")) if action == "stop" else action
 
     def _met(self, action: str, event: Event) -> None:
-        told = self._told.event(event, self._choice, action)
-        self._events.append(told)
+        entry = self._told.event(event, self._choice, action)
+        self._events.append(entry)
         if action == "stop" and self._stopped_by is None:
-            self._stopped_by = told
+            self._stopped_by = entry
             self._run.stop_mine()
-            if self._hold:  # what was seen while a judge was asked stays seen
+            if self._hold:  # keep tokens shown while a judge was asked
                 self._hide_from(max(event.column - len(self._ids), self._text.n_allowed))
 
     def _hide_from(self, index: int) -> None:
@@ -240,7 +231,6 @@ class Answering(StoppingCriteria):
         self._text.cut_at_token(index)
 
     def _scored(self, placed: PlacedTokens, scores: Scores) -> None:
-        """Take the scores of some tokens, as a listener of the run."""
         if placed.phase == PROMPT:
             if self._tell_prompt:
                 self._tokens += [
@@ -255,7 +245,7 @@ class Answering(StoppingCriteria):
             index = column - len(self._ids)
             if scores.coverage.unseen[i]:
                 self._n_unseen += 1
-                if self._hold:  # what cannot be judged is not shown
+                if self._hold:
                     self._run.stop_mine()
                     self._hide_from(index)
             if self._hidden_from is None or index < self._hidden_from:
@@ -289,7 +279,7 @@ class Answering(StoppingCriteria):
         )
 
     def _note(self) -> None:
-        """Tell of scores and rules at once; the client is told when the token after has been chosen, with its text."""
+        """Report scores and rules at once; their text follows after the next token."""
         while self._unsettled and self._text.is_settled(self._unsettled[0][2]):
             self._tokens.append(self._generated(*self._unsettled.popleft()))
         tokens, events = self._tokens[self._n_noted[0] :], self._events[self._n_noted[1] :]
@@ -311,8 +301,8 @@ class Answering(StoppingCriteria):
         last = result.at(0, n_before + n - 1)
         n_withheld = 0 if self._hidden_from is None else n - self._hidden_from
         if self._hidden_from is None:
-            unseen = bool(result.coverage.unseen[last])  # the host never ran it
-            # The last token may be the host's end, which is text with some, or where its own time was up.
+            unseen = bool(result.coverage.unseen[last])
+            # The last token may be an end token with text, or the one at which max_time was up.
             n_withheld = int(unseen and self._hold and self._text.token_text(n - 1) != "")
             self._text.allow(n - n_withheld)
             if unseen and not n_withheld:
@@ -331,10 +321,10 @@ class Answering(StoppingCriteria):
         summary = self._told.summary(result, self._stopped_by, n_withheld)
         if result.deployment is None:
             return summary
-        held = [(position, result.deployments.get(number)) for _, position, number in result.watches]
-        changes = [one for one, before in zip(held, [(0, None), *held], strict=False) if one[1] != before[1]]
+        periods = [(position, result.deployments.get(number)) for _, position, number in result.watches]
+        changes = [one for one, before in zip(periods, [(0, None), *periods], strict=False) if one[1] != before[1]]
         summary["deployment"] = result.deployment
-        if len(changes) > 1:  # the file was read again meanwhile
+        if len(changes) > 1:
             summary["deployments"] = [{"position": position, "deployment": name} for position, name in changes]
         return summary
 
@@ -343,5 +333,5 @@ class Answering(StoppingCriteria):
             return "content_filter"
         if self._text.met_stop or self._answer_ids[-1] in self._served.end_ids:
             return "stop"
-        # Where nobody cancelled, the host's own settings ended it (its max_time).
+        # Not cancelled: ended by the model's settings (max_time).
         return "length" if self._complete or not self._listener.cancelled else "cancelled"

@@ -1,11 +1,4 @@
-"""Answers in the shape of OpenAI's: the chunks of a stream, or one object at the end.
-
-answers = Answers(job)
-answers.chunks(piece_or_ending)             # bytes of text/event-stream
-answers.add(piece_or_ending)                # or collected ...
-answers.whole()                             # ... for one object
-error_object("too long", "messages", code="context_length_exceeded")
-"""
+"""Answers in OpenAI's format: a stream of chunks, or one object."""
 
 from __future__ import annotations
 
@@ -25,7 +18,7 @@ _OBJECTS = {
 
 
 class Answers:
-    """Makes OpenAI's objects of what a job tells. Concepts are in them where the request asked for them."""
+    """Makes OpenAI's objects, with concepts if the request asked for them."""
 
     def __init__(self, job: Job) -> None:
         request = job.prepared.request
@@ -41,18 +34,18 @@ class Answers:
     # -- a stream --------------------------------------------------------------------------------
 
     def chunks(self, told: Piece | Ending) -> bytes:
-        """Return what is sent for a piece, or for the end of an answer."""
+        """Return the chunk of a piece or ending."""
         if isinstance(told, Ending):
             self._endings[told.choice] = told
-            more = {"probemon_summary": told.summary} if self._watched else {}
-            return self._chunk(told.choice, more, told.finish_reason)
-        more = {"probemon": {"tokens": told.tokens, "events": told.events}} if self._watched else {}
-        if not told.text and not more:
+            extra_fields = {"probemon_summary": told.summary} if self._watched else {}
+            return self._chunk(told.choice, extra_fields, told.finish_reason)
+        extra_fields = {"probemon": {"tokens": told.tokens, "events": told.events}} if self._watched else {}
+        if not told.text and not extra_fields:
             return b""
-        return self._chunk(told.choice, {"content": told.text, **more} if told.text else more, None)
+        return self._chunk(told.choice, {"content": told.text, **extra_fields} if told.text else extra_fields, None)
 
     def last_chunks(self) -> bytes:
-        """Return what ends the stream."""
+        """Return the end of the stream."""
         if not self._include_usage:
             return DONE
         return _data({**self._head(True), "choices": [], "usage": self._usage()}) + DONE
@@ -71,7 +64,7 @@ class Answers:
     # -- one object ------------------------------------------------------------------------------
 
     def add(self, told: Piece | Ending) -> None:
-        """Take a piece, or the end of an answer."""
+        """Collect a piece or ending."""
         if isinstance(told, Ending):
             self._endings[told.choice] = told
         elif self._watched:
@@ -79,7 +72,7 @@ class Answers:
             self._events[told.choice] += told.events
 
     def whole(self) -> dict[str, Any]:
-        """Return the answers of an ended request as one object."""
+        """Return the answers as one object."""
         return {**self._head(False), "choices": [self._choice(i) for i in range(len(self._endings))]} | {
             "usage": self._usage()
         }
@@ -88,11 +81,11 @@ class Answers:
         ending = self._endings[choice]
         assert ending is not None
         concepts = {"tokens": self._tokens[choice], "events": self._events[choice], "summary": ending.summary}
-        more = {"probemon": concepts} if self._watched else {}
+        extra_fields = {"probemon": concepts} if self._watched else {}
         answer: dict[str, Any] = (
-            {"message": {"role": "assistant", "content": ending.text, "refusal": None, **more}}
+            {"message": {"role": "assistant", "content": ending.text, "refusal": None, **extra_fields}}
             if self._chat
-            else {"text": ending.text, **more}
+            else {"text": ending.text, **extra_fields}
         )
         return {"index": choice, **answer, "logprobs": None, "finish_reason": ending.finish_reason}
 
@@ -119,18 +112,18 @@ class Answers:
 def error_object(
     message: str, param: str | None = None, *, code: str | None = None, kind: str = "invalid_request_error"
 ) -> dict[str, Any]:
-    """Return an error as OpenAI's clients read it."""
+    """Return an error object."""
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
 def failure_object(failure: Failure) -> dict[str, Any]:
-    """Return why an answer could not go on as OpenAI's clients read it."""
+    """Return the error object of a failed answer."""
     kind = "server_error" if failure.status >= 500 else "invalid_request_error"
     return error_object(failure.message, failure.param, code="answer_failed", kind=kind)
 
 
 def failure_chunk(failure: Failure) -> bytes:
-    """Return the error that ends a stream which had begun."""
+    """Return the error that ends a stream."""
     return _data(failure_object(failure))
 
 

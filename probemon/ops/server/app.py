@@ -1,10 +1,9 @@
-"""The routes of the server, as an ASGI application.
+"""The server's routes, as an ASGI application.
 
 app = make_app(served, limits, token="...", hosts={"127.0.0.1", "localhost"})
-uvicorn.run(app)
 
-/v1/chat/completions, /v1/completions and /v1/models as OpenAI's; /v1/probemon/... for the page; /healthz, /readyz,
-/metrics. `probemon.ops.server.guard` stands before all of them.
+OpenAI's /v1/chat/completions, /v1/completions and /v1/models; /v1/probemon/... for the page; /healthz, /readyz,
+/metrics.
 """
 
 from __future__ import annotations
@@ -43,23 +42,23 @@ from probemon.ops.server.served import Served
 from probemon.ops.server.subscribers import EventRing
 from probemon.ops.server.token_objects import about_pack
 
-_SIGHT_SECONDS = 30.0  # for so long the canary's word counts
+_SIGHT_SECONDS = 30.0  # how long a canary's result counts
 
 
 def make_app(served: Served, limits: Limits, *, token: str | None, hosts: Collection[str]) -> Guard:
-    """Return the application. It begins to answer in its lifespan. Raises `Blind` where the canary is not seen."""
+    """Return the application. Raises `Blind` if the canary is not seen."""
     routes = _Routes(served, limits)
     return Guard(routes.app(), hosts=hosts, token=token, body_bytes=limits.body_bytes, stop=routes.stop)
 
 
 class _Routes:
-    """Each route is a method; what they share is here."""
+    """One method per route."""
 
     def __init__(self, served: Served, limits: Limits) -> None:
         self._served, self._limits = served, limits
         self._canary = ServedCanary(served)
         self._ring, self._records = EventRing(limits), Records(limits)
-        self._by_boot = {"probemon-boot": self._ring.boot}  # concepts are numbered by this server's pack alone
+        self._by_boot = {"probemon-boot": self._ring.boot}
         process = process_metrics(served)
         self._generator = Generator(served, self._ring, self._records, limits, process)
         self._metrics = None if process is None else ServerMetrics(self._generator, self._ring, process)
@@ -68,7 +67,6 @@ class _Routes:
         self._looking, self._looked_at, self._health = asyncio.Lock(), -math.inf, Health(())
 
     def app(self) -> Starlette:
-        """Return the application of these routes."""
         return Starlette(
             routes=[
                 Route("/v1/chat/completions", partial(self._complete, "chat"), methods=["POST"]),
@@ -90,13 +88,13 @@ class _Routes:
         )
 
     def stop(self) -> None:
-        """End the streams of events, in the server's loop."""
+        """End the event streams."""
         self._ring.close()
 
     @asynccontextmanager
     async def _life(self, app: Starlette) -> AsyncIterator[None]:
         telemetry = self._served.telemetry
-        if telemetry is not None:  # one for all answers
+        if telemetry is not None:
             telemetry.open()
         yield
         await asyncio.to_thread(self._generator.close)
@@ -111,7 +109,7 @@ class _Routes:
         except TimeoutError:
             raise RequestRefused("the body did not come: send it at once", status=408, code="timeout") from None
         except ClientDisconnect:
-            return Response(status_code=499)  # nobody reads it
+            return Response(status_code=499)  # the client left
         request = read_request(kind, body, self._limits)
         prepared = await asyncio.to_thread(self._served.prepare, request)
         outbox = Outbox(self._limits.waiting_bytes, self._limits.stalled_seconds)
@@ -143,10 +141,14 @@ class _Routes:
         return Response(self._pack, media_type="application/json", headers=self._by_boot)
 
     async def _events(self, http: HttpRequest) -> Any:
-        if http.method == "HEAD":  # whoever asks for no body would never hear that it ended
+        if http.method == "HEAD":  # it would never end
             return Response(media_type="text/event-stream")
-        given = http.headers.get("last-event-id")
-        after = int(given) if given is not None and given.isdecimal() and len(given) < 16 else None
+        last_event_id = http.headers.get("last-event-id")
+        after = (
+            int(last_event_id)
+            if last_event_id is not None and last_event_id.isdecimal() and len(last_event_id) < 16
+            else None
+        )
         subscriber = self._ring.subscribe(after, self._load)
         return EventStream(
             subscriber.chunks(),
@@ -186,12 +188,12 @@ class _Routes:
 
     async def _ready(self, http: HttpRequest) -> Response:
         async with self._looking:
-            # Answers that have scores are no proof: they may be those of other weights.
+            # Scored answers prove nothing: the weights may be others.
             if not self._health.ok or time.monotonic() - self._looked_at > _SIGHT_SECONDS:
                 self._health, self._looked_at = await asyncio.to_thread(self._canary.look), time.monotonic()
             health = self._health
         circuit = self._served.circuit
-        if circuit is not None and circuit.pausing:  # once the pause is over, it takes an answer to try again
+        if circuit is not None and circuit.pausing:  # after the pause, an answer has to try
             health = health.with_checks([circuit.check()])
         if health.ok:
             return JSONResponse({"status": "ready", **health.as_dict()})
@@ -214,23 +216,23 @@ class _Routes:
 
 async def _chunks(job: Job) -> AsyncGenerator[bytes]:
     answers = Answers(job)
-    async for told in job.outbox:
-        if isinstance(told, Failure):
-            yield failure_chunk(told)
+    async for part in job.outbox:
+        if isinstance(part, Failure):
+            yield failure_chunk(part)
             return
-        yield answers.chunks(told)
+        yield answers.chunks(part)
     if not job.cancelled:
         yield answers.last_chunks()
 
 
 async def _whole(job: Job) -> Response:
     answers = Answers(job)
-    async for told in job.outbox:
-        if isinstance(told, Failure):
-            return JSONResponse(failure_object(told), status_code=told.status)
-        assert isinstance(told, (Piece, Ending))
-        answers.add(told)
-    if job.cancelled:  # nobody reads it
+    async for part in job.outbox:
+        if isinstance(part, Failure):
+            return JSONResponse(failure_object(part), status_code=part.status)
+        assert isinstance(part, (Piece, Ending))
+        answers.add(part)
+    if job.cancelled:  # the client left
         return JSONResponse(error_object("the request was cancelled", code="cancelled"), status_code=499)
     return JSONResponse(answers.whole())
 

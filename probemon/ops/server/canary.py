@@ -1,8 +1,4 @@
-"""ServedCanary: a short generation that shows whether the server still sees what its host runs.
-
-canary = ServedCanary(served)              # the first look, with which later ones are compared; Blind
-canary.look()                              # Health: failed where tokens are unseen, or their scores are others
-"""
+"""A short generation that shows whether the server still sees its model."""
 
 from __future__ import annotations
 
@@ -16,14 +12,14 @@ _REMEDY = "Start the server again; probemon doctor says more of the model and th
 
 
 class ServedCanary:
-    """Made once the host is loaded."""
+    """Compares later runs with the first. Raises `Blind`."""
 
     def __init__(self, served: Served) -> None:
         self._canary = Canary(served.manager, served.model, served.tokenizer, **served.padding)
         self._first = self._canary.sing().scores
 
     def look(self) -> Health:
-        """Run the canary; the health is that of its run, with what it says."""
+        """Return the health of a canary run, scores included."""
         try:
             song = self._canary.sing()
         except Blind as error:

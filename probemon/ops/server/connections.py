@@ -1,10 +1,8 @@
-"""Connections that keep nobody waiting: who never ends a request's head, or never takes what was sent, is cut off.
+"""Cuts off connections that never complete a request's head, or never take what was sent.
 
 uvicorn.Config(app, http=impatient_protocol(seconds=30))
-scope["extensions"][ABORT]()               # in a request: its client takes nothing, so its connection goes
 
-uvicorn waits for the head of a request for ever, and a connection that it closes stays until all that was sent is
-taken. Either would hold a file descriptor for as long as a client likes.
+uvicorn would keep either, and its file descriptor, without limit.
 """
 
 from __future__ import annotations
@@ -12,17 +10,17 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-ABORT = "probemon.abort"  # what cuts a request's connection off at once, among the extensions of its scope
+ABORT = "probemon.abort"  # in a scope's extensions: cuts the connection off
 _BUSY = object()
 
 
 def impatient_protocol(seconds: float) -> type:
-    """Return uvicorn's HTTP protocol, which looks every `seconds` at what its connection does."""
+    """Return uvicorn's HTTP protocol; it checks its connection every `seconds`."""
     from uvicorn.protocols.http.h11_impl import H11Protocol
 
     class Impatient(H11Protocol):
         _look: asyncio.TimerHandle | None = None
-        _idle_after: Any = None  # the request after which nothing was asked when it was last looked at
+        _idle_after: Any = None  # the last request when it was idle
 
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
@@ -44,7 +42,7 @@ def impatient_protocol(seconds: float) -> type:
             super().connection_lost(exc)
 
         def _cut_if_idle(self) -> None:
-            """Cut it where no request is being answered, or it is closing, and no other was since the last look."""
+            """Cut the connection off if it was idle at two checks, without a request between."""
             idle = self.transport.is_closing() or self.cycle is None or self.cycle.response_complete
             if idle and self.cycle is self._idle_after:
                 self.transport.abort()

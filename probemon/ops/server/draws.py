@@ -1,12 +1,6 @@
-"""Draws: the random numbers of one answer, its own also where several answers are drawn at the same time.
+"""Random numbers of one answer, independent of concurrent answers.
 
-draws = Draws(seed=7, device=model.device)
-model.generate(do_sample=True, logits_processor=LogitsProcessorList([draws]), stopping_criteria=[ends])
-draws.end_step()                     # by the criterion: the token has been drawn
-draws.close()                        # however it ended
-
-torch has one generator of random numbers for all threads, and `generate` takes no other. So each answer has a state of
-its own, which is put into that generator for the moment in which a token is drawn.
+torch has one generator for all threads, so each answer installs its state while a token is drawn.
 """
 
 from __future__ import annotations
@@ -17,13 +11,11 @@ from typing import Any
 import torch
 from transformers import LogitsProcessor
 
-_DRAWING = threading.Lock()  # held by the answer whose token is drawn
+_DRAWING = threading.Lock()  # held while a token is drawn
 
 
 class Draws(LogitsProcessor):
-    """Draws the tokens that `torch.manual_seed(seed)` before `generate` would have drawn; without a seed, others each
-    time.
-    """
+    """Draws as after `torch.manual_seed(seed)`; without a seed, at random."""
 
     def __init__(self, seed: int | None, device: torch.device) -> None:
         self._device = device
@@ -36,7 +28,7 @@ class Draws(LogitsProcessor):
         self._held = False
 
     def __call__(self, input_ids: Any, scores: Any) -> Any:
-        """Put the answer's own numbers in place; the scores stay as they are."""
+        """Install the answer's state; return the scores unchanged."""
         _DRAWING.acquire()
         self._held = True
         self._before = self._get()
@@ -44,13 +36,13 @@ class Draws(LogitsProcessor):
         return scores
 
     def end_step(self) -> None:
-        """Keep how far the numbers were used, and give the others theirs back."""
+        """Save the answer's state and restore the previous one."""
         if self._held:
             self._state = self._get()
             self.close()
 
     def close(self) -> None:
-        """Give the others their numbers back, where they have not got them."""
+        """Restore the previous state, if necessary."""
         if self._held:
             self._set(self._before)
             self._held = False

@@ -1,7 +1,4 @@
-"""EventStream: a response of text/event-stream that ends when the client leaves or does not read, and says so.
-
-return EventStream(chunks(), on_end=outbox.leave, stalled_seconds=30)
-"""
+"""A text/event-stream response that ends when the client leaves or stops reading."""
 
 from __future__ import annotations
 
@@ -17,12 +14,12 @@ from probemon.ops.server.connections import ABORT
 _HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-store"),
-    (b"x-accel-buffering", b"no"),  # proxies would hold it back
+    (b"x-accel-buffering", b"no"),  # no buffering by proxies
 ]
 
 
 class EventStream:
-    """An ASGI response. `on_end()` is called once, however it ends, also where the client has gone before it began."""
+    """An ASGI response. `on_end()` is called once, even if it never began."""
 
     def __init__(
         self,
@@ -34,7 +31,7 @@ class EventStream:
         self._chunks, self._on_end, self._stalled_seconds = chunks, on_end, stalled_seconds
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send chunks until there are no more, the client has gone, or takes nothing for too long."""
+        """Send chunks until the client leaves, or takes nothing for `stalled_seconds`."""
         sending = asyncio.ensure_future(self._send(send))
         leaving = asyncio.ensure_future(wait_for_disconnect(receive))
         try:
@@ -46,7 +43,7 @@ class EventStream:
             results = await asyncio.gather(sending, leaving, return_exceptions=True)
         if isinstance(results[0], TimeoutError):
             scope["extensions"][ABORT]()
-            await asyncio.sleep(0)  # uvicorn hears of it before this answer ends, unfinished
+            await asyncio.sleep(0)
         for result in results:
             if isinstance(result, Exception) and not isinstance(result, (TimeoutError, OSError)):
                 raise result
@@ -65,7 +62,7 @@ class EventStream:
 
 
 async def wait_for_disconnect(receive: Receive) -> None:
-    """Return when the client has gone, or sends more than it may."""
+    """Return when the client has gone or sends too much."""
     with suppress(RequestRefused):
         while (await receive())["type"] != "http.disconnect":
             pass

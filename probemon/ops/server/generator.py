@@ -1,10 +1,4 @@
-"""Generator: requests that wait, and the threads that answer them.
-
-generator = Generator(served, ring, records, limits, metrics)
-job = generator.submit(prepared, outbox)          # RequestRefused (429) where too many wait
-async for piece in outbox: ...                    # Piece, Ending, or Failure
-generator.close()
-"""
+"""Queues requests and answers them in threads."""
 
 from __future__ import annotations
 
@@ -33,7 +27,7 @@ _PREFIX = {"chat": "chatcmpl-", "completion": "cmpl-"}
 
 @dataclass(frozen=True)
 class Failure:
-    """The answer cannot go on: `message` and what of the request is at fault, for the client; `status` of HTTP."""
+    """Why an answer failed. `param`: at fault; `status`: of HTTP."""
 
     message: str
     param: str | None = None
@@ -41,52 +35,52 @@ class Failure:
 
 
 class Job:
-    """One request on its way. `id`: also of the answer and of permanent links; `created`: in seconds since 1970."""
+    """One request. `id`: also of its answer and link; `created`: Unix time."""
 
     def __init__(self, prepared: Prepared, outbox: Outbox, ring: EventRing, records: Records) -> None:
         request = prepared.request
         self.id, self.created = _PREFIX[request.kind] + secrets.token_hex(12), int(time.time())
         self.prepared, self.outbox = prepared, outbox
         self._ring, self._records = ring, records
-        self._n_bytes = 0  # of what was noted and not sent
-        asked: dict[str, Any] = (
+        self._n_bytes = 0  # noted, not sent
+        prompt_fields: dict[str, Any] = (
             {"messages": list(request.messages)}
             if request.kind == "chat"
             else {"prompt": request.prompts[0] if len(request.prompts) == 1 else list(request.prompts)}
         )
-        self._about = {"request": self.id, "created": self.created, "kind": request.kind, **asked}
+        self._about = {"request": self.id, "created": self.created, "kind": request.kind, **prompt_fields}
         self._about["options"] = dict(request.options)
         n_choices = len(prepared.prompts) * request.n
-        more: dict[str, Any] = {"prompt_tokens": []} if prepared.watch.prompt else {}
+        optional_fields: dict[str, Any] = {"prompt_tokens": []} if prepared.watch.prompt else {}
         empty: list[dict[str, Any]] = [
             {"text": "", "finish_reason": None, "tokens": [], "events": [], "summary": None} for _ in range(n_choices)
         ]
-        self._content = {**self._about, **more, "choices": empty}
+        self._content = {**self._about, **optional_fields, "choices": empty}
         self._record = records.begin(self.id, self._content)
 
     @property
     def cancelled(self) -> bool:
-        """Whether nobody waits for the answer any more."""
+        """True if the client left."""
         return self.outbox.left
 
     def begin(self) -> None:
-        """Say to subscribers that it is being answered."""
+        """Publish that the answer begins."""
         self._ring.publish("begin", self._about)
 
     def note(self, choice: int, tokens: list[dict[str, Any]], events: list[dict[str, Any]]) -> None:
-        """Tell what is known now to subscribers and records."""
+        """Report to subscribers and records."""
         content = self._content["choices"][choice]
         for kind, entries in (("token", tokens), ("rule", events)):
             for entry in entries:
                 text = json.dumps(entry, allow_nan=False)
-                own = content["tokens" if kind == "token" else "events"]
-                to = self._content["prompt_tokens"] if entry.get("phase") == "prompt" else own
+                answer_entries = content["tokens" if kind == "token" else "events"]
+                to = self._content["prompt_tokens"] if entry.get("phase") == "prompt" else answer_entries
                 self._records.add(self._record, to, entry, len(text))
                 self._ring.publish(kind, f'{{"request": "{self.id}", {text[1:]}')
                 self._n_bytes += len(text)
 
     def send(self, piece: Piece) -> None:
-        """Tell the client. Raises `Stalled`."""
+        """Send to the client. Raises `Stalled`."""
         choice = self._content["choices"][piece.choice]
         if piece.text:
             self._records.add_text(self._record, choice, piece.text)
@@ -94,14 +88,14 @@ class Job:
         self.outbox.put(piece, n_bytes)
 
     def end(self, ending: Ending) -> None:
-        """Tell how an answer ended."""
+        """Report an answer's end."""
         values = {"text": ending.text, "finish_reason": ending.finish_reason, "summary": ending.summary}
         self._records.set(self._record, self._content["choices"][ending.choice], values)
         self._ring.publish("end", {"request": self.id, "choice": ending.choice, **values})
         self.outbox.put(ending, 0)
 
     def fail(self, failure: Failure) -> None:
-        """Tell that it cannot go on."""
+        """Report a failure."""
         for choice in self._content["choices"]:
             if choice["finish_reason"] is None:
                 self._records.set(self._record, choice, {"finish_reason": "error"})
@@ -109,9 +103,9 @@ class Job:
         self.outbox.put(failure, 0, wait=False)
 
     def finish(self) -> None:
-        """Nothing more will come."""
+        """End the request; unfinished answers are cancelled."""
         for at, choice in enumerate(self._content["choices"]):
-            if choice["finish_reason"] is None:  # nobody waited for it any more
+            if choice["finish_reason"] is None:
                 values = {"text": choice["text"], "finish_reason": "cancelled", "summary": None}
                 self._records.set(self._record, choice, values)
                 self._ring.publish("end", {"request": self.id, "choice": at, **values})
@@ -120,7 +114,7 @@ class Job:
 
 
 class Generator:
-    """Answers requests in the order in which they come, `at_once` at the same time. `metrics` follow their runs."""
+    """Answers requests in order, `at_once` at a time."""
 
     def __init__(
         self,
@@ -133,7 +127,7 @@ class Generator:
         self.served, self.counts = served, Counts()
         self._metrics = metrics
         self._ring, self._records, self._limits = ring, records, limits
-        self._changed = threading.Condition()  # guards what follows
+        self._changed = threading.Condition()  # guards the fields below
         self._waiting: deque[Job] = deque()
         self._running: set[Job] = set()
         self._closed = False
@@ -146,17 +140,17 @@ class Generator:
 
     @property
     def n_running(self) -> int:
-        """Return how many requests are being answered."""
+        """Requests being answered."""
         return len(self._running)
 
     @property
     def n_waiting(self) -> int:
-        """Return how many wait for their turn."""
+        """Waiting requests."""
         with self._changed:
             return sum(not job.cancelled for job in self._waiting)
 
     def submit(self, prepared: Prepared, outbox: Outbox) -> Job:
-        """Queue a request. Raises `RequestRefused` where too many wait."""
+        """Queue a request. Raises `RequestRefused` if too many wait."""
         with self._changed:
             for job in [job for job in self._waiting if job.cancelled]:
                 self._waiting.remove(job)
@@ -175,11 +169,11 @@ class Generator:
         return job
 
     def retry_after_seconds(self) -> int:
-        """Return after how long a refused client may try again: about when the next request will have ended."""
+        """Return when a refused client may retry."""
         return max(1, round(self.counts.mean_seconds))
 
     def close(self, timeout_seconds: float = 10.0) -> None:
-        """End what runs at its next token, and forget what waits."""
+        """End running answers at their next token, and cancel waiting ones."""
         with self._changed:
             self._closed = True
             for job in (*self._waiting, *self._running):

@@ -1,10 +1,7 @@
-"""Guard: what every request has to pass before it reaches a route, and the headers that every answer bears.
+"""Checks requests before they reach a route, and adds headers to responses.
 
-app = Guard(app, hosts={"127.0.0.1", "localhost", "[::1]"}, token="...", body_bytes=1 << 20)
-
-A page of another site can reach a server on this machine: by a name that it resolves to 127.0.0.1 (so the Host is
-checked), by a form or a script of its own (so the Origin is, and bodies have to be JSON, which no form can send). What
-is not in `_OPEN` needs the token.
+Pages of other sites can reach a local server, so Host and Origin are checked. Bodies must be JSON, which no form can
+send. Paths outside `_OPEN` need the token.
 """
 
 from __future__ import annotations
@@ -24,7 +21,7 @@ Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
-_OPEN = ("/", "/healthz", "/readyz")  # and what is below /page/: they hold nothing of anybody's
+_OPEN = ("/", "/healthz", "/readyz")  # also /page/...: nothing private
 _HOST = re.compile(r"(\[[0-9a-f:.]+\]|[a-z0-9._-]+)(?::\d{1,5})?")
 HEADERS = {
     "content-security-policy": (
@@ -40,10 +37,7 @@ HEADERS = {
 
 
 class Guard:
-    """`hosts`: the names by which the server may be called, in small letters; `token` None: none is asked for.
-
-    `stop()`: ends the streams that do not end by themselves, before the server ends.
-    """
+    """`hosts`: lowercase; `token` None: not required. `stop()`: ends open streams."""
 
     def __init__(
         self,
@@ -59,7 +53,6 @@ class Guard:
         self._token = None if token is None else token.encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer, or let the application answer."""
         if scope["type"] == "lifespan":
             await self._app(scope, receive, send)
             return
@@ -85,7 +78,7 @@ class Guard:
         await self._app(scope, counted, send)
 
     def _refusal(self, scope: Scope) -> tuple[int, str, str] | None:
-        """Return status, message and code of why a request is not let in; None where it is."""
+        """Return status, message and code; None if the request is let in."""
         headers = _Headers(scope)
         host = (headers.only("host") or "").lower()
         matched = _HOST.fullmatch(host)
@@ -111,17 +104,17 @@ class Guard:
     def _has_token(self, headers: _Headers) -> bool:
         if self._token is None:
             return True
-        kind, _, given = (headers.only("authorization") or "").partition(" ")
-        return hmac.compare_digest(given.strip().encode(), self._token) and kind.lower() == "bearer"
+        kind, _, credentials = (headers.only("authorization") or "").partition(" ")
+        return hmac.compare_digest(credentials.strip().encode(), self._token) and kind.lower() == "bearer"
 
     def _too_large(self) -> tuple[str, str]:
         return f"the body has more than {self._body_bytes:,} bytes: shorten it", "body_too_large"
 
 
 def _address_reached(scope: Scope) -> str | None:
-    """Return the address of this machine at which a request came, as a Host has it.
+    """Return the local address that was reached, as a Host header has it.
 
-    It is a name of the server, wherever that listens: a site that has its own name lead here can give no other.
+    It is always accepted: pages under a foreign name cannot send it.
     """
     try:
         address = ipaddress.ip_address((scope.get("server") or ("",))[0].partition("%")[0])
@@ -133,22 +126,22 @@ def _address_reached(scope: Scope) -> str | None:
 
 
 class _Headers:
-    """The headers of a request, names in small letters."""
+    """Header names are in lowercase."""
 
     def __init__(self, scope: Scope) -> None:
         self._given = [(name.decode("latin-1").lower(), value.decode("latin-1")) for name, value in scope["headers"]]
 
     def values(self, name: str) -> list[str]:
-        return [value for given, value in self._given if given == name]
+        return [value for header, value in self._given if header == name]
 
     def only(self, name: str) -> str | None:
-        """Return the one header of this name; None where there is none, or several."""
+        """Return the header; None if there is none, or several."""
         values = self.values(name)
         return values[0] if len(values) == 1 else None
 
 
 async def answer(send: Send, status: int, message: str, code: str) -> None:
-    """Send an error. The connection stays: closed now, a client that still sends its body would not see the answer."""
+    """Send an error. The connection stays open, so that clients still sending see it."""
     body = json.dumps(error_object(message, code=code)).encode()
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
     if status == 401:
@@ -160,9 +153,11 @@ async def answer(send: Send, status: int, message: str, code: str) -> None:
 def _with_headers(send: Send) -> Send:
     async def sent(message: MutableMapping[str, Any]) -> None:
         if message["type"] == "http.response.start":
-            own = {name.lower() for name, _ in message["headers"]}
-            more = [(name.encode(), value.encode()) for name, value in HEADERS.items() if name.encode() not in own]
-            message = {**message, "headers": [*message["headers"], *more]}
+            present = {name.lower() for name, _ in message["headers"]}
+            missing = [
+                (name.encode(), value.encode()) for name, value in HEADERS.items() if name.encode() not in present
+            ]
+            message = {**message, "headers": [*message["headers"], *missing]}
         await send(message)
 
     return sent

@@ -1,11 +1,4 @@
-"""Held: what a server's deployment file says now, which is replaced whole when the file is read again.
-
-    holding = Holding(manager, tokenizer, deployment)
-    with holding.answering(answer) as held: ...     # `answer.hold_to(held)` is called when it changes meanwhile
-    holding.reload()                                # DeploymentError where the file is wrong: what held before goes on
-
-Of a file that is read again rules, what is always on and what is excluded may have changed, and its name.
-"""
+"""The present content of a server's deployment file, replaced whole on reload."""
 
 from __future__ import annotations
 
@@ -24,7 +17,7 @@ from probemon.ops.deployment.deployment import Deployment
 
 @dataclass(frozen=True)
 class Held:
-    """`deployment`: of a server without a file None. `always_on`, `exclude`: None where the manager's settings say."""
+    """`deployment`: None without a file. `always_on`, `exclude`: None for the manager's settings."""
 
     deployment: Deployment | None = None
     rules: tuple[Rule, ...] = ()
@@ -39,32 +32,30 @@ class Answer(Protocol):
     """An answer under way."""
 
     def hold_to(self, held: Held) -> Takes:
-        """Hold to what the file says now, from the next token on; return how much of it can be held to beside the rules
-        of the request.
-        """
+        """Apply a reloaded file from the next token on; return how much of it fits next to the request's rules."""
 
 
 class Reloaded(NamedTuple):
-    """How many answers under way do not hold to all of a file: to its rules alone, and to what they held to before."""
+    """How many answers take only a reloaded file's rules, or nothing."""
 
     to_rules: int
     to_nothing: int
 
 
 class Holding:
-    """`now` holds for what begins. Any thread may ask."""
+    """`now` applies to new answers. Thread-safe."""
 
     def __init__(self, manager: DynamicProbeManager, tokenizer: Any, deployment: Deployment | None) -> None:
         self._manager, self._tokenizer = manager, tokenizer
         self._lock, self._answers = threading.Lock(), list[Answer]()
-        self._reloading = threading.Lock()  # one after the other: what was read last holds
+        self._reloading = threading.Lock()  # the last file read applies
         self.now = Held() if deployment is None else Held(deployment, tuple(deployment.rules(manager.pack)))
         check_asked(self.now.rules, tokenizer)
         self.check_room([])
 
     @contextmanager
     def answering(self, answer: Answer) -> Iterator[Held]:
-        """Give what holds, and tell the answer where that changes while the block runs."""
+        """Yield the present settings; `answer` receives changes."""
         with self._lock:
             self._answers.append(answer)
             held = self.now
@@ -75,15 +66,14 @@ class Holding:
                 self._answers.remove(answer)
 
     def check_room(self, probes: Sequence[int]) -> None:
-        """Raise `ConfigError`, `ArenaFull` where rules on more probes do not fit what holds."""
+        """Raise `ConfigError` or `ArenaFull` if rules on more probes do not fit."""
         self._check(self.now, probes, "the rules of a request")
 
     def reload(self) -> Reloaded:
-        """Read the file again; all that is under way holds to it from its next token on, and what begins from now on.
+        """Read the file again, for new answers and the next token of running ones.
 
-        Returns how many answers do not, for rules of their own: they are on what is now excluded, or leave no room.
-        Raises `DeploymentError`, `ArenaFull`, and `ConfigError` for a judge that cannot be asked, and changes nothing
-        then.
+        Returns how many cannot apply it all because of the request's rules. Raises `DeploymentError`, `ArenaFull`, or
+        `ConfigError` for a judge that cannot be asked; nothing changes then.
         """
         with self._reloading:
             return self._reload()
@@ -96,10 +86,10 @@ class Holding:
             raise ConfigError("this server has no deployment file that could be read again: start it with --deployment")
         newer = Deployment.read(before.path)
         filed, always_on, exclude = before.changed_by(newer, self._manager)
-        # A rule that stays is the one that was: what it compares with goes on. The same may stand twice.
-        known, rules = list(self.now.rules), list[Rule]()
+        # An unchanged rule keeps its object, and so its state. Equal rules may occur twice.
+        previous_rules, rules = list(self.now.rules), list[Rule]()
         for rule in filed:
-            rules.append(known.pop(known.index(rule)) if rule in known else rule)
+            rules.append(previous_rules.pop(previous_rules.index(rule)) if rule in previous_rules else rule)
         held = Held(newer, tuple(rules), tuple(always_on), tuple(exclude))
         check_asked(rules, self._tokenizer)
         with newer.errors_of_settings():

@@ -1,7 +1,4 @@
-"""Limits of a server: how much one request may ask for, and how many there may be.
-
-limits = Limits(max_tokens=512, queue=8)
-"""
+"""Limits of a server."""
 
 from __future__ import annotations
 
@@ -12,22 +9,20 @@ from probemon.util.checks import check_count
 
 @dataclass(frozen=True)
 class Limits:
-    """Every limit is a whole number, 1 or more. Raises `ConfigError`.
+    """Every limit is an integer of at least 1. Raises `ConfigError`.
 
-    - `body_bytes`: of a request
-    - `max_tokens`: of an answer; also what it gets where it asks for no number
-    - `choices`: answers of one request, over all its prompts
+    - `max_tokens`: of an answer; also its default
+    - `choices`: answers of one request
     - `messages`: of a chat
-    - `stops`: stop strings of a request
-    - `names`: concepts that a request names, and rules, each
-    - `top_k`: concepts told of a token
-    - `at_once`: requests that are answered at the same time
-    - `queue`: requests that wait; what comes then is answered 429
-    - `subscribers`: of the stream of events
-    - `kept_events`, `kept_events_bytes`: for subscribers; who is further behind loses the oldest
+    - `stops`: stop strings
+    - `names`: concepts; also rules
+    - `top_k`: concepts per token
+    - `at_once`: requests answered at the same time
+    - `queue`: waiting requests; further ones get 429
+    - `kept_events`, `kept_events_bytes`: for subscribers
     - `kept_requests`, `kept_requests_bytes`: for permanent links
-    - `waiting_bytes`: of an answer whose client does not read, before its generation waits
-    - `stalled_seconds`: that it then waits before it ends
+    - `waiting_bytes`: unread, before generation waits
+    - `stalled_seconds`: of that wait
     """
 
     body_bytes: int = 1 << 20

@@ -1,8 +1,4 @@
-"""ServerMetrics: a server as metrics of Prometheus, beside those of every process that watches.
-
-metrics = ServerMetrics(generator, ring, process)      # process: ProcessMetrics, which its runs follow
-body, content_type = metrics.text(accept)
-"""
+"""Prometheus metrics of a server."""
 
 from __future__ import annotations
 
@@ -19,9 +15,9 @@ from probemon.ops.telemetry.metrics import ProcessMetrics
 
 
 def process_metrics(served: Served) -> ProcessMetrics | None:
-    """Return what counts the runs of a server, with the concepts that its deployment names; None without the extra.
+    """Return the metrics of a server's runs; None without prometheus-client.
 
-    Raises `MissingExtra` where the deployment asks for metrics.
+    Raises `MissingExtra` if the deployment asks for metrics.
     """
     try:
         from prometheus_client import CollectorRegistry
@@ -33,7 +29,7 @@ def process_metrics(served: Served) -> ProcessMetrics | None:
 
 
 class ServerMetrics:
-    """A collector of counts since the server began, and of what is under way now, in the registry of `process`."""
+    """Collects counts and the present load, in the registry of `process`."""
 
     def __init__(self, generator: Generator, ring: EventRing, process: ProcessMetrics) -> None:
         self._generator, self._ring, self._process = generator, ring, process
@@ -42,18 +38,18 @@ class ServerMetrics:
     def text(self, accept: str = "") -> tuple[bytes, str]:
         """Return the metrics and their content type."""
         served = self._generator.served
-        if served.circuit is not None:  # which all answers share: it is open also where none is under way
+        if served.circuit is not None:  # shared: may be open while nothing runs
             self._process.family("probemon_breaker_open").set(int(served.circuit.state != CLOSED))
         if served.budget is not None:
-            self._process.family("probemon_budget_rung").set(served.budget.rung)
+            self._process.family("probemon_budget_degradation").set(served.budget.degradation)
         return self._process.text(accept)
 
     def describe(self) -> list[Any]:
-        """Return the families without samples, by which a registry knows their names."""
+        """Return the families without samples."""
         return [family.scraped() for family in FAMILIES.values() if family.where == SERVER]
 
     def collect(self) -> Iterator[Any]:
-        """Yield every family as it is now."""
+        """Yield every family with its values."""
         generator, counts = self._generator, self._generator.counts
         for name, values in (
             ("probemon_requests_total", counts.requests),

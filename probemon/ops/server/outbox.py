@@ -1,10 +1,4 @@
-"""Outbox: what one request's answer consists of, from the thread that generates it to the loop that sends it.
-
-outbox = Outbox(most_bytes=1 << 20, stalled_seconds=30)
-outbox.put(piece, n_bytes=120)             # the thread that generates; Stalled where nobody reads for too long
-async for piece in outbox: ...             # the loop, up to finish()
-outbox.leave()                             # the reader has gone
-"""
+"""Passes one answer from the generating thread to the server's loop."""
 
 from __future__ import annotations
 
@@ -16,26 +10,26 @@ from typing import Any
 
 
 class Stalled(Exception):
-    """The reader of an answer has read nothing for too long."""
+    """The reader has read nothing for too long."""
 
 
 class Outbox:
-    """Made in the loop that reads. At most `most_bytes` wait for it; then `put` waits, `stalled_seconds` long."""
+    """Created in the loop that reads. With `most_bytes` queued, `put` waits up to `stalled_seconds`."""
 
     def __init__(self, most_bytes: int, stalled_seconds: float) -> None:
         self._most_bytes, self._stalled_seconds = most_bytes, stalled_seconds
         self._loop, self._news = asyncio.get_running_loop(), asyncio.Event()
-        self._changed = threading.Condition()  # guards what follows
+        self._changed = threading.Condition()  # guards the fields below
         self._pieces: deque[tuple[Any, int]] = deque()
         self._n_bytes, self._finished, self._left = 0, False, False
 
     @property
     def left(self) -> bool:
-        """Whether the reader has gone."""
+        """True if the reader has gone."""
         return self._left
 
     def put(self, piece: Any, n_bytes: int, *, wait: bool = True) -> None:
-        """Add a piece; nothing where the reader has gone. Raises `Stalled`; without `wait` nothing is waited for."""
+        """Add a piece, unless the reader has gone. Raises `Stalled`; with `wait=False` it never waits."""
         with self._changed:
             has_room = not wait or self._changed.wait_for(
                 lambda: self._left or self._n_bytes < self._most_bytes, self._stalled_seconds
@@ -48,13 +42,13 @@ class Outbox:
         self._wake()
 
     def finish(self) -> None:
-        """Say that there will be no more."""
+        """End after the queued pieces."""
         with self._changed:
             self._finished = True
         self._wake()
 
     def leave(self) -> None:
-        """Say that nobody reads any more: what waits is forgotten, and so is what comes."""
+        """Drop all pieces: the reader has gone."""
         with self._changed:
             self._left = True
             self._pieces.clear()

@@ -1,7 +1,4 @@
-"""The files of the page and of what it shares with others, which come with the package and hold nothing of anybody's.
-
-files = page_files()                       # {"index.html": PageFile(content, content_type), ...}
-"""
+"""The files of the web page."""
 
 from __future__ import annotations
 
@@ -27,7 +24,7 @@ class PageFile:
 
 
 def page_files() -> dict[str, PageFile]:
-    """Return every file by its name: nothing else can be asked for. No name stands in both folders: a test looks."""
+    """Return the files by name; no others are served. Names are unique over both folders."""
     folders = files("probemon.util") / "page_code", files("probemon.ops.server") / "page"
     return {
         entry.name: PageFile(entry.read_bytes(), _TYPES[entry.name[entry.name.rindex(".") :]])

@@ -1,10 +1,4 @@
-"""Records: the newest requests with their answers, for permanent links and for pages that open later.
-
-records = Records(limits)
-record = records.begin(request_id, {...})          # answers are added to it as they come
-records.add(record, record["choices"][0]["tokens"], token, n_bytes)
-records.list(), records.get(request_id)            # JSON; None for one that is not kept any more
-"""
+"""The newest requests with their answers."""
 
 from __future__ import annotations
 
@@ -15,14 +9,13 @@ from typing import Any
 
 from probemon.ops.server.limits import Limits
 
-_BEGINNING = 200  # characters of what was asked, in the list
+_BEGINNING = 200  # characters
 
 
 class Record:
-    """One request: its JSON so far, its size in bytes, and whether more will come.
+    """One request, its size in bytes, and whether it is running.
 
-    One that has ended is kept as bytes of JSON, which are what its limit counts: as objects it would take several times
-    as much.
+    Once ended it is kept as JSON bytes: objects would take several times as much.
     """
 
     def __init__(self, content: dict[str, Any]) -> None:
@@ -37,7 +30,7 @@ class Record:
         return json.dumps(self.content).encode() if self.running else self._ended
 
     def shortened(self) -> dict[str, Any]:
-        """Return it for a list."""
+        """Return an entry for a list."""
         if not self.running:
             return self.content
         return {
@@ -49,14 +42,14 @@ class Record:
 
 
 class Records:
-    """At most `kept_requests` of `kept_requests_bytes` together; the oldest that have ended go first."""
+    """Drops the oldest ended requests beyond `kept_requests` or `kept_requests_bytes`."""
 
     def __init__(self, limits: Limits) -> None:
         self._limits, self._lock = limits, threading.Lock()
         self._records: OrderedDict[str, Record] = OrderedDict()
 
     def begin(self, request_id: str, content: dict[str, Any]) -> Record:
-        """Keep a request that begins."""
+        """Keep a new request."""
         record = Record(content)
         with self._lock:
             self._records[request_id] = record
@@ -64,37 +57,37 @@ class Records:
         return record
 
     def add(self, record: Record, to: list[Any], entry: Any, n_bytes: int) -> None:
-        """Add an entry to a list of a record."""
+        """Append to a list of a record."""
         with self._lock:
             to.append(entry)
             record.n_bytes += n_bytes
 
     def add_text(self, record: Record, choice: dict[str, Any], text: str) -> None:
-        """Add to the text of an answer."""
+        """Append to an answer's text."""
         with self._lock:
             choice["text"] += text
             record.n_bytes += len(text)
 
     def set(self, record: Record, of: dict[str, Any], values: dict[str, Any]) -> None:
-        """Set values of an object of a record."""
+        """Update an object of a record."""
         with self._lock:
             of.update(values)
             record.n_bytes += len(json.dumps(values))
 
     def end(self, record: Record) -> None:
-        """Say that a request has ended."""
+        """Mark a request as ended."""
         with self._lock:
             record.end()
             self._forget()
 
     def get(self, request_id: str) -> bytes | None:
-        """Return the whole record."""
+        """Return a record as JSON."""
         with self._lock:
             record = self._records.get(request_id)
             return None if record is None else record.whole()
 
     def list(self) -> list[dict[str, Any]]:
-        """Return what is kept, the newest first, shortened."""
+        """Return shortened records, newest first."""
         with self._lock:
             return [
                 {"request": name, "running": record.running, **record.shortened()}
@@ -111,7 +104,6 @@ class Records:
 
 
 def _beginning(content: dict[str, Any]) -> str:
-    """Return the beginning of what was asked: the last message of a user, or the prompt."""
     if content["kind"] == "completion":
         prompt = content["prompt"]
         text = prompt if isinstance(prompt, str) else json.dumps(prompt)

@@ -1,7 +1,6 @@
-"""The body of a request, checked: what is asked for, or `RequestRefused`, which names the parameter at fault.
+"""Checks request bodies.
 
 request = read_request("chat", body, limits)         # body: bytes
-request.messages, request.sampling, request.stop, request.watch
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from probemon.ops.server.limits import Limits
 from probemon.util.checks import check_bool, check_count, check_number, check_text, shown
 from probemon.util.strict_json import loads, no_constant
 
-# Parameters of OpenAI's that change nothing here, and what they may be: anything, or these values.
+# OpenAI parameters without effect, and their allowed values; None for any.
 _WITHOUT_EFFECT: dict[str, tuple[Any, ...] | None] = {
     "user": None,
     "metadata": None,
@@ -49,13 +48,13 @@ _SCORE: dict[str, Any] = {"low": 0, "high": 1, "open_high": True, "remedy": "giv
 _Z: dict[str, Any] = {"low": 0, "remedy": "give 0 or more"}
 _NO_SAMPLING = {"do_sample": False}
 _TOO_DEEP = "the body is nested too deeply to be read as JSON"
-_LEAST_TEMPERATURE = 1e-4  # logits divided by less are no numbers any more
-_MOST_NESTED = 64  # objects and lists in each other
+_LEAST_TEMPERATURE = 1e-4
+_MOST_NESTED = 64
 
 
 @dataclass(frozen=True)
 class RequestedWatch:
-    """What a request wants to be told of concepts: the `probemon` of its body. `concepts` None: all."""
+    """The `probemon` object of a body. `concepts` None: all."""
 
     concepts: tuple[str, ...] | None = None
     top_k: int = 3
@@ -66,10 +65,11 @@ class RequestedWatch:
 
 @dataclass(frozen=True)
 class Request:
-    """What is asked for. `prompts`: texts or ids, of a completion; `max_tokens` None: as many as may be.
+    """A checked request.
 
-    `sampling`: of `model.generate`, {} for what the host does by itself. `watch`: None where nothing was asked.
-    `options`: the body without its messages or prompt.
+    - `max_tokens`: None for as many as allowed
+    - `sampling`: of `model.generate`; {} for the model's defaults
+    - `options`: the body without messages or prompt
     """
 
     kind: str
@@ -89,48 +89,48 @@ class Request:
 
 
 def read_request(kind: str, body: bytes, limits: Limits) -> Request:
-    """Return what a body asks for; `kind` is "chat" or "completion". Raises `RequestRefused`."""
-    given = _object(None, _parsed(body))
-    known = (*_SHARED, *_PARAMETERS[kind])
-    for name, value in given.items():
+    """Return the checked request; `kind` is "chat" or "completion". Raises `RequestRefused`, naming the parameter."""
+    parameters = _object(None, _parsed(body))
+    accepted = (*_SHARED, *_PARAMETERS[kind])
+    for name, value in parameters.items():
         if name in _WITHOUT_EFFECT:
             allowed = _WITHOUT_EFFECT[name]
             if allowed is not None and not any(_same(value, one) for one in allowed):
                 raise RequestRefused(f"{name} is {shown(value)}: this server only takes {_either(allowed)}", name)
-        elif name not in known:
-            raise RequestRefused(f"there is no parameter {name!r:.60} here{closest(name, known)}", name[:60])
-    model = given.get("model")
+        elif name not in accepted:
+            raise RequestRefused(f"there is no parameter {name!r:.60} here{closest(name, accepted)}", name[:60])
+    model = parameters.get("model")
     if not isinstance(model, str):
         raise RequestRefused("model is missing: give the name that /v1/models lists", "model")
-    read = _Reader(given)
+    read = _Reader(parameters)
     n = read.count("n", 1, least=1, most=limits.choices)
-    prompts = _prompts(given.get("prompt"), limits) if kind == "completion" else ()
+    prompts = _prompts(parameters.get("prompt"), limits) if kind == "completion" else ()
     if len(prompts) * n > limits.choices:
         raise RequestRefused(f"{len(prompts)} prompts times n={n}: at most {limits.choices} answers a request", "n")
     stream = read.flag("stream")
     return Request(
         kind=kind,
         model=model,
-        messages=_messages(given.get("messages"), limits) if kind == "chat" else (),
+        messages=_messages(parameters.get("messages"), limits) if kind == "chat" else (),
         prompts=prompts,
-        tools=_tools(given, limits),
+        tools=_tools(parameters, limits),
         n=n,
-        max_tokens=_max_tokens(read, given, limits),
+        max_tokens=_max_tokens(read, parameters, limits),
         sampling=_sampling(read),
         seed=read.count("seed", None, most=2**63 - 1),
-        stop=_stops(given.get("stop"), limits),
+        stop=_stops(parameters.get("stop"), limits),
         stream=stream,
-        include_usage=_include_usage(given.get("stream_options"), stream),
-        watch=_watch(given["probemon"], limits) if given.get("probemon") is not None else None,
-        options={name: value for name, value in given.items() if name not in ("messages", "prompt")},
+        include_usage=_include_usage(parameters.get("stream_options"), stream),
+        watch=_watch(parameters["probemon"], limits) if parameters.get("probemon") is not None else None,
+        options={name: value for name, value in parameters.items() if name not in ("messages", "prompt")},
     )
 
 
 class _Reader:
-    """Values of one object by name; null is as good as nothing. What is refused is named with its `prefix`."""
+    """Values of one object; null counts as absent."""
 
-    def __init__(self, given: Mapping[str, Any], prefix: str = "") -> None:
-        self._given, self._prefix = given, prefix
+    def __init__(self, values: Mapping[str, Any], prefix: str = "") -> None:
+        self._given, self._prefix = values, prefix
 
     def _take(self, name: str, default: Any, check: Any) -> Any:
         value = self._given.get(name)
@@ -156,18 +156,18 @@ class _Reader:
 
 def _parsed(body: bytes) -> Any:
     try:
-        given = loads(body.decode(), constant=no_constant)
+        content = loads(body.decode(), constant=no_constant)
     except RecursionError:
         raise RequestRefused(_TOO_DEEP) from None
     except ValueError as error:
-        raise RequestRefused(f"the body is no JSON that can be read: {str(error)[:300]}") from None
-    _check_parts(given)
-    return given
+        raise RequestRefused(f"the body is not valid JSON: {str(error)[:300]}") from None
+    _check_parts(content)
+    return content
 
 
-def _check_parts(given: Any) -> None:
-    """Raise `RequestRefused` for what could not be written as JSON again: 1e999, or what is nested very deeply."""
-    parts = [(given, 0)]
+def _check_parts(content: Any) -> None:
+    """Refuse 1e999 and deep nesting, which JSON could not hold again."""
+    parts = [(content, 0)]
     while parts:
         part, depth = parts.pop()
         if isinstance(part, float) and not math.isfinite(part):
@@ -190,9 +190,9 @@ def _list(param: str, value: Any, most: int, least: int = 0) -> Sequence[Any]:
     return value
 
 
-def _same(value: Any, one: Any) -> bool:
-    # 0 equals False, but a completion's logprobs=0 asks for the log probability of every token.
-    return bool(value == one) and isinstance(value, bool) == isinstance(one, bool)
+def _same(value: Any, allowed: Any) -> bool:
+    # 0 equals False, but a completion's logprobs=0 asks for log probabilities.
+    return bool(value == allowed) and isinstance(value, bool) == isinstance(allowed, bool)
 
 
 def _either(values: Sequence[Any]) -> str:
@@ -235,31 +235,31 @@ def _text_part(param: str, value: Any) -> str:
 
 
 def _prompts(value: Any, limits: Limits) -> tuple[str | tuple[int, ...], ...]:
-    """Return the prompts of a completion: a text, ids, or a list of either."""
+    """A text, ids, or a list of either."""
     if isinstance(value, str):
         return (value,)
-    given = _list("prompt", value, most=limits.body_bytes, least=1)
-    if all(_is_id(one) for one in given):
-        return (tuple(given),)
-    for at, one in enumerate(given):
-        if not isinstance(one, str) and not (isinstance(one, list) and one and all(_is_id(inner) for inner in one)):
-            raise RequestRefused(f"prompt[{at}] is {shown(one)}: give a text, or a list of token ids", "prompt")
-    return tuple(one if isinstance(one, str) else tuple(one) for one in given)
+    items = _list("prompt", value, most=limits.body_bytes, least=1)
+    if all(_is_id(item) for item in items):
+        return (tuple(items),)
+    for at, item in enumerate(items):
+        if not isinstance(item, str) and not (isinstance(item, list) and item and all(_is_id(inner) for inner in item)):
+            raise RequestRefused(f"prompt[{at}] is {shown(item)}: give a text, or a list of token ids", "prompt")
+    return tuple(item if isinstance(item, str) else tuple(item) for item in items)
 
 
 def _is_id(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**31
 
 
-def _tools(given: Mapping[str, Any], limits: Limits) -> tuple[Mapping[str, Any], ...] | None:
-    tools = given.get("tools")
-    if tools is None or given.get("tool_choice") == "none":
+def _tools(parameters: Mapping[str, Any], limits: Limits) -> tuple[Mapping[str, Any], ...] | None:
+    tools = parameters.get("tools")
+    if tools is None or parameters.get("tool_choice") == "none":
         return None
     listed = _list("tools", tools, limits.messages)
     return tuple(_object(f"tools[{at}]", tool) for at, tool in enumerate(listed)) or None
 
 
-def _max_tokens(read: _Reader, given: Mapping[str, Any], limits: Limits) -> int | None:
+def _max_tokens(read: _Reader, parameters: Mapping[str, Any], limits: Limits) -> int | None:
     new, old = (read.count(name, None, least=1, most=2**31) for name in ("max_completion_tokens", "max_tokens"))
     if new is not None and old is not None and new != old:
         raise RequestRefused(f"max_tokens is {old} and max_completion_tokens {new}: give one of them", "max_tokens")
@@ -282,7 +282,7 @@ def _sampling(read: _Reader) -> Mapping[str, Any]:
             f"temperature is {temperature!r}: give 0 for the likeliest token, or {_LEAST_TEMPERATURE} or more",
             "temperature",
         )
-    # No top_k: the request says what it draws from, and a host's own default of 50 would cut it further.
+    # No top_k: a model's default of 50 would cut the distribution.
     return {
         "do_sample": True,
         "temperature": 1.0 if temperature is None else temperature,
@@ -307,23 +307,23 @@ def _include_usage(value: Any, stream: bool) -> bool:
     if not stream:
         raise RequestRefused("stream_options is for streams: give stream=true too, or leave it out", "stream_options")
     options = _object("stream_options", value)
-    for name, given in options.items():
-        if name not in ("include_usage", "include_obfuscation") or not isinstance(given, bool):
-            raise RequestRefused(f"stream_options.{name:.60} is {shown(given)}: only include_usage is known, a boolean")
+    for name, flag in options.items():
+        if name not in ("include_usage", "include_obfuscation") or not isinstance(flag, bool):
+            raise RequestRefused(f"stream_options.{name:.60} is {shown(flag)}: only include_usage is known, a boolean")
     return bool(options.get("include_usage", False))
 
 
 def _watch(value: Any, limits: Limits) -> RequestedWatch:
-    given = _object("probemon", value)
-    _check_names("probemon", given, _WATCH)
-    read = _Reader(given, "probemon.")
-    concepts = given.get("concepts")
+    settings = _object("probemon", value)
+    _check_names("probemon", settings, _WATCH)
+    read = _Reader(settings, "probemon.")
+    concepts = settings.get("concepts")
     if concepts is not None:
         concepts = tuple(
             _Reader({"": one}, f"probemon.concepts[{at}]").text("", "")
             for at, one in enumerate(_list("probemon.concepts", concepts, limits.names, least=1))
         )
-    rules = [] if given.get("rules") is None else _list("probemon.rules", given["rules"], limits.names)
+    rules = [] if settings.get("rules") is None else _list("probemon.rules", settings["rules"], limits.names)
     return RequestedWatch(
         concepts=concepts,
         top_k=read.count("top_k", 3, most=limits.top_k),
@@ -334,29 +334,31 @@ def _watch(value: Any, limits: Limits) -> RequestedWatch:
 
 
 def _rule(param: str, value: Any) -> RuleSpec:
-    given = dict(_object(param, value))
-    _check_names(param, given, _RULE)
-    action = given.pop("action", None) or "tell"
-    if action not in ("stop", "tell"):
-        raise RequestRefused(f"{param}.action is {shown(action)}: give 'stop' or 'tell'", f"{param}.action")
-    texts = [(name, text) for name, value in given.items() for text in (value if isinstance(value, list) else [value])]
-    given = {name: value for name, value in given.items() if value is not None}
+    settings = dict(_object(param, value))
+    _check_names(param, settings, _RULE)
+    action = settings.pop("action", None) or "record"
+    if action not in ("stop", "record"):
+        raise RequestRefused(f"{param}.action is {shown(action)}: give 'stop' or 'record'", f"{param}.action")
+    texts = [
+        (name, text) for name, value in settings.items() for text in (value if isinstance(value, list) else [value])
+    ]
+    settings = {name: value for name, value in settings.items() if value is not None}
     try:
         for name, text in texts:
             if isinstance(text, str):
                 _name(name, text)
-        if not isinstance(given.get("concept", ""), str):
-            check_text("concept", given["concept"])
-        return RuleSpec.from_dict(given, action="stop" if action == "stop" else "record", on_blind="pass")
+        if not isinstance(settings.get("concept", ""), str):
+            check_text("concept", settings["concept"])
+        return RuleSpec.from_dict(settings, action=action, on_blind="pass")
     except ConfigError as error:
         field = getattr(error, "field", "") or str(error).split(" ")[0]
         raise RequestRefused(f"{param}.{error}", f"{param}.{field}") from None
 
 
-def _check_names(param: str, given: Mapping[str, Any], known: Sequence[str]) -> None:
-    for name in given:
-        if name not in known:
+def _check_names(param: str, settings: Mapping[str, Any], accepted: Sequence[str]) -> None:
+    for name in settings:
+        if name not in accepted:
             raise RequestRefused(
-                f"there is no {name!r:.60} in {param}{closest(name, known)}: it has {', '.join(known)}",
+                f"there is no {name!r:.60} in {param}{closest(name, accepted)}: it has {', '.join(accepted)}",
                 f"{param}.{name:.60}",
             )

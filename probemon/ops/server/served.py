@@ -1,8 +1,6 @@
-"""Served: the host, its tokenizer and the manager that a server answers with, and what a request means for them.
+"""The model of a server, and requests in terms of its tokens and probes.
 
-served = Served("demo", model, tokenizer, manager, limits)
-prepared = served.prepare(request)           # RequestRefused, before anything runs
-prepared.prompts, prepared.rules, prepared.shown
+prepared = Served("demo", model, tokenizer, manager, limits).prepare(request)
 """
 
 from __future__ import annotations
@@ -35,28 +33,29 @@ Decode = Callable[[Sequence[int]], str]
 
 
 def served_name(model: str) -> str:
-    """Return the name by which clients ask for a model: of a folder its last part, else as it was given."""
+    """Return a model's name for clients: of a folder, the last part."""
     return Path(model).resolve().name if Path(model).is_dir() else model
 
 
 def check_serves(deployment: Deployment) -> None:
-    """Raise `ConfigError` for a deployment that says what a server cannot do."""
+    """Raise `ConfigError` for sections that a server does not support."""
     if deployment.content.get("sinks"):
         raise ConfigError(
-            f"{deployment.path.name} has sinks, which take the tokens of one run: a server's tokens go to whoever reads"
+            f"{deployment.path.name} has sinks, which take the tokens of one run: a server's tokens go to readers of"
             " /v1/probemon/events. Leave them out"
         )
     if "port" in deployment.content.get("metrics", {}):
         raise ConfigError(
-            f"{deployment.path.name} has a port for metrics: a server shows them at /metrics of its own. Leave it out"
+            f"{deployment.path.name} has a port for metrics: a server shows them at its own /metrics. Leave it out"
         )
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """A request in tokens and probes. `prompts`: ids of each; `max_tokens`: of the answers to each.
+    """A request in tokens and probes.
 
-    `rules`: each with the numbers of its probes. `shown [P]`: which probes are told of, None for all.
+    - `prompts`, `max_tokens`: ids, and tokens of the answers, for each prompt
+    - `shown [P]`: mask of reported probes; None for all
     """
 
     request: Request
@@ -68,8 +67,9 @@ class Prepared:
 
 
 class Served:
-    """`name`: of the model, as clients give it. `deployment`: whose rules hold for every request, beside its own; the
-    manager is of its packs and settings. Any thread may ask. Raises `ConfigError`, `HostMismatch`.
+    """A model that is served. Thread-safe. Raises `ConfigError`, `ModelMismatch`.
+
+    `deployment`: its rules apply to every request.
     """
 
     def __init__(
@@ -84,9 +84,9 @@ class Served:
         self.name, self.model, self.tokenizer, self.manager, self.limits = name, model, tokenizer, manager, limits
         check_mode(model)
         self.holding = Holding(manager, tokenizer, deployment)
-        self.budget: Budget | None = None  # of all answers together, as is the circuit
+        self.budget: Budget | None = None  # shared by all answers, like the circuit
         self.circuit: Circuit | None = None
-        self.metric_concepts: list[str] | None = None  # None: nobody asks for metrics
+        self.metric_concepts: list[str] | None = None
         self.telemetry = None if deployment is None else deployment.opentelemetry()
         if deployment is not None:
             deployment.check_host(manager.pack, model)
@@ -98,24 +98,24 @@ class Served:
         ends = model.generation_config.eos_token_id
         self.end_ids = frozenset(ends if isinstance(ends, list) else [ends])
         pad = model.generation_config.pad_token_id
-        # Of one sequence nothing is padded; where it is not said, transformers tells of what it takes.
+        # Nothing is padded, but transformers warns without a pad token.
         self.padding = {"pad_token_id": pad if pad is not None else next(iter(self.end_ids - {None}), 0)}
         config = model.config.get_text_config()
-        self.n_columns: int | None = getattr(config, "max_position_embeddings", None)  # that the host was made to read
+        self.n_columns: int | None = getattr(config, "max_position_embeddings", None)  # context length
         self.n_ids = model.get_input_embeddings().num_embeddings
-        self._encoding = threading.Lock()  # a fast tokenizer may not be set up by two threads
+        self._encoding = threading.Lock()  # a fast tokenizer must not be set up by two threads
 
     @property
     def decode(self) -> Decode:
-        """The tokenizer's decoder of what is shown, without special tokens."""
+        """The decoder of shown text."""
         return partial(self.tokenizer.decode, skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
     def raw_text(self, token_id: int) -> str:
-        """Return the text of one token as it is, special or not."""
+        """Return the text of one token, even a special one."""
         return str(self.tokenizer.decode([token_id], clean_up_tokenization_spaces=False))
 
     def draws(self, request: Request) -> bool:
-        """Whether tokens of its answers are drawn at random."""
+        """True if tokens are sampled."""
         return bool(request.sampling.get("do_sample", self.model.generation_config.do_sample))
 
     def prepare(self, request: Request) -> Prepared:
@@ -145,7 +145,7 @@ class Served:
                 f"{self.name} has no chat template: ask /v1/completions for what follows a text", "messages"
             )
         try:
-            with self._encoding:  # today's date, where the template writes one: the model is asked now
+            with self._encoding:  # a template may write today's date, which is right here
                 return [render(self.tokenizer, request.messages, tools=request.tools, add_generation_prompt=True).ids]
         except ChatRefused as error:
             raise RequestRefused(f"{self.name}: {error}", error.param) from error
@@ -159,7 +159,6 @@ class Served:
         return prompt
 
     def _room(self, ids: Sequence[int], request: Request, param: str) -> int:
-        """Return how many tokens an answer may have."""
         if not ids:
             raise RequestRefused(f"{param} has no tokens: say something", param)
         most = self.limits.max_tokens if request.max_tokens is None else request.max_tokens
@@ -178,7 +177,6 @@ class Served:
     # -- concepts --------------------------------------------------------------------------------
 
     def _shown(self, watch: RequestedWatch) -> Mask | None:
-        """Return the probes of the concepts that were named, and of what is below them."""
         if watch.concepts is None:
             return None
         pack, shown = self.manager.pack, np.zeros(self.manager.pack.n_probes, dtype=bool)
@@ -212,7 +210,6 @@ class Served:
 
 
 def _refused(param: str, ask: Callable[[], Any]) -> Any:
-    """Return what `ask` does; what it refuses is the parameter's fault."""
     try:
         return ask()
     except (UnknownConcept, ConfigError, ArenaFull) as error:
@@ -220,9 +217,9 @@ def _refused(param: str, ask: Callable[[], Any]) -> Any:
 
 
 def check_mode(model: Any) -> None:
-    """Raise `ConfigError` where a host's own settings generate otherwise than token by token: an answer is told so.
+    """Raise `ConfigError` if the model's settings do not generate token by token.
 
-    One sequence of each answer is asked for, so beams by themselves do not matter.
+    Beams are ignored: each answer is one sequence.
     """
     config = copy.deepcopy(model.generation_config)
     config.num_beams = 1

@@ -1,6 +1,6 @@
-"""The server as a program: where it listens, by which names it is called, how it runs.
+"""The server's socket, host names and signals.
 
-with open_socket("127.0.0.1", 8321) as sock:       # before anything slow: ConfigError where the port is taken
+with open_socket("127.0.0.1", 8321) as sock:
     app = make_app(served, limits, token="...", hosts=all_names("127.0.0.1", []))
     make_server(app, ready=lambda: print(address_of(sock))).run(sockets=[sock])
 """
@@ -22,7 +22,7 @@ _NAME = re.compile(r"\[[0-9a-f:.]+\]|[a-z0-9._-]+")
 
 
 def check_extra() -> None:
-    """Raise `MissingExtra` where what the server stands on is not installed."""
+    """Raise `MissingExtra` without starlette or uvicorn."""
     try:
         import starlette
         import uvicorn  # noqa: F401
@@ -32,7 +32,7 @@ def check_extra() -> None:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach an address. Raises `ConfigError` for what is no address."""
+    """True if only this machine can reach it. Raises `ConfigError` if it is not an address."""
     if host == "localhost":
         return True
     try:
@@ -42,13 +42,13 @@ def is_loopback(host: str) -> bool:
 
 
 def names_of(host: str) -> set[str]:
-    """Return the names by which clients may call a server at an address."""
+    """Return the names of a server at an address."""
     names = {f"[{host}]" if ":" in host else host}
     return names | {"localhost", "127.0.0.1", "[::1]"} if is_loopback(host) else names
 
 
 def open_socket(host: str, port: int) -> socket.socket:
-    """Return a socket that listens; port 0 takes a free one. Raises `ConfigError`."""
+    """Return a listening socket; port 0 takes a free one. Raises `ConfigError`."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     sock = socket.socket(family, socket.SOCK_STREAM)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -62,7 +62,7 @@ def open_socket(host: str, port: int) -> socket.socket:
 
 
 def address_of(sock: socket.socket) -> str:
-    """Return the address of a listening socket, as a URL."""
+    """Return the URL of a listening socket."""
     host, port = sock.getsockname()[:2]
     return f"http://{f'[{host}]' if ':' in host else host}:{port}/"
 
@@ -75,12 +75,12 @@ def make_server(
     patience_seconds: float = 30.0,
     reload: Callable[[], None] | None = None,
 ) -> Any:
-    """Return a `uvicorn.Server`, whose `run(sockets=[sock])` ends with a signal, or `should_exit`.
+    """Return a `uvicorn.Server`; run it with `run(sockets=[sock])`.
 
-    `ready()`: called once requests are answered.
-    `drain_seconds`: how long the end waits for answers that were begun or wait for their turn; then they are cut off.
-    `reload()`: called for every SIGHUP, in a thread of its own, where the server runs in the main thread.
-    `patience_seconds`: after which a connection that asks nothing whole, or takes nothing while it closes, is cut off.
+    - `ready()`: called once requests are answered
+    - `drain_seconds`: how long shutdown waits for answers
+    - `reload()`: called in a thread on SIGHUP, if the server runs in the main thread
+    - `patience_seconds`: after which idle connections are cut off
     """
     import uvicorn
 
@@ -88,7 +88,7 @@ def make_server(
 
     class Server(uvicorn.Server):
         async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-            app.stop()  # an open page reads for ever: without this it would be waited for, and then cut off
+            app.stop()  # open pages read for ever
             await super().shutdown(sockets)
 
         async def startup(self, sockets: list[socket.socket] | None = None) -> None:
@@ -103,7 +103,7 @@ def make_server(
         app,
         lifespan="on",
         log_level="warning",
-        access_log=False,  # what was asked is nobody's but the client's
+        access_log=False,  # requests are private
         server_header=False,
         date_header=False,
         timeout_graceful_shutdown=drain_seconds,
@@ -114,7 +114,7 @@ def make_server(
 
 
 def all_names(host: str, more: Collection[str]) -> set[str]:
-    """Return the names of `names_of` and those that were allowed beside them. Raises `ConfigError`."""
+    """Return `names_of(host)` and `more`. Raises `ConfigError`."""
     for name in more:
         if not _NAME.fullmatch(name.lower()):
             raise ConfigError(

@@ -1,14 +1,7 @@
-"""EventRing: what happens on a server, kept for a while, and read by subscribers who may be slow, leave and come back.
+"""Events of a server, kept for a while for subscribers that may be slow, leave and come back.
 
-ring = EventRing(limits)
-ring.publish("token", {...})                       # any thread; never waits for a subscriber
-subscriber = ring.subscribe(after=17, hello=dict)  # in the server's loop; after: the last id that was received
-async for chunk in subscriber.chunks(): ...        # bytes of text/event-stream
-ring.leave(subscriber)
-ring.close()                                       # ends what subscribers read: the server ends
-
-There is one ring for all: a subscriber is a place in it, so that one who never reads costs nothing. Who is further
-behind than what is kept is told by a `gap` how many events it lost, and which.
+Subscribers are positions in one ring, so slow ones cost nothing. One that falls too far behind gets a `gap`: how many
+events it lost.
 """
 
 from __future__ import annotations
@@ -27,21 +20,20 @@ from probemon.errors import RequestRefused
 from probemon.ops.server.limits import Limits
 
 _RETRY_MILLISECONDS = 1000
-_PING_SECONDS = 15.0  # of silence, after which a comment keeps the connection
-# Before the newest events are sent: to few pages soon, to many several together, since each sending takes time from
-# the generation.
+_PING_SECONDS = 15.0
+# Longer with many pages, since sending takes time from generation.
 _WAIT_SECONDS, _WAIT_SECONDS_BY_SQUARE, _MOST_WAIT_SECONDS = 0.004, 0.0002, 0.5
 
 
 class EventRing:
-    """`boot`: of this server, at random, by which a client knows that ids began anew."""
+    """`boot`: random, so that clients notice when ids restart."""
 
     def __init__(self, limits: Limits) -> None:
         self.boot = secrets.token_hex(8)
         self.closed = False
-        self.n_lost = 0  # events that subscribers lost, over all of them
+        self.n_lost = 0
         self._limits = limits
-        self._lock = threading.Lock()  # guards what follows
+        self._lock = threading.Lock()  # guards the fields below
         self._events: deque[bytes] = deque()
         self._first_id, self._n_bytes = 1, 0
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -50,16 +42,16 @@ class EventRing:
 
     @property
     def last_id(self) -> int:
-        """Return the id of the newest event, 0 before the first."""
+        """Id of the newest event; 0 before the first."""
         return self._first_id + len(self._events) - 1
 
     @property
     def n_subscribers(self) -> int:
-        """Return how many there are."""
+        """Number of subscribers."""
         return len(self._subscribers)
 
     def n_behind(self) -> int:
-        """Return how many events are lost to subscribers who have not read far enough yet to be told."""
+        """Return how many events are lost, not yet reported by a `gap`."""
         with self._lock:
             return sum(max(0, self._first_id - one.next_id) for one in self._subscribers)
 
@@ -81,9 +73,9 @@ class EventRing:
                 _call_in(self._loop, self._loop.call_later, wait, self._wake)
 
     def subscribe(self, after: int | None, hello: Callable[[], Mapping[str, Any]]) -> Subscriber:
-        """Return a subscriber, in the loop that asks, for the events after an id, or from now on.
+        """Return a subscriber to the events after an id; None: new ones. Call it in the server's loop.
 
-        `hello()`: what it is told first, beside the ring's own. Raises `RequestRefused`.
+        `hello()`: fields of the first event. Raises `RequestRefused` beyond the limit.
         """
         if len(self._subscribers) >= self._limits.subscribers:
             raise RequestRefused(
@@ -99,13 +91,13 @@ class EventRing:
         return subscriber
 
     def leave(self, subscriber: Subscriber) -> None:
-        """Forget a subscriber."""
+        """Remove a subscriber."""
         with self._lock:
             self._subscribers.remove(subscriber)
-            self.n_lost += max(0, self._first_id - subscriber.next_id)  # it will not be told any more
+            self.n_lost += max(0, self._first_id - subscriber.next_id)
 
     def read(self, subscriber: Subscriber) -> bytes:
-        """Return what is new for a subscriber, with the gap before it."""
+        """Return the new events, after a gap if some are lost."""
         with self._lock:
             oldest, chunks = self._first_id, list[bytes]()
             if subscriber.next_id < oldest:
@@ -122,7 +114,7 @@ class EventRing:
         return b"".join(chunks)
 
     def close(self) -> None:
-        """End the streams of all subscribers, in the server's loop."""
+        """End all streams, in the server's loop."""
         self.closed = True
         self._wake()
 
@@ -137,14 +129,14 @@ class EventRing:
 
 
 class Subscriber:
-    """A place in the ring. It alone reads from there."""
+    """A position in the ring."""
 
     def __init__(self, ring: EventRing, next_id: int, hello: Callable[[], Mapping[str, Any]]) -> None:
         self.next_id, self.news = next_id, asyncio.Event()
         self._ring, self._hello = ring, hello
 
     async def chunks(self) -> AsyncGenerator[bytes]:
-        """Yield `hello`, and then events as they come, several together; a comment where none come for long."""
+        """Yield `hello`, then events as they come."""
         ring = self._ring
         hello = {"boot": ring.boot, "last_id": self.next_id - 1, "subscribers": ring.n_subscribers, **self._hello()}
         yield f"retry: {_RETRY_MILLISECONDS}\nevent: hello\ndata: {json.dumps(hello)}\n\n".encode()
@@ -162,6 +154,6 @@ class Subscriber:
 
 
 def _call_in(loop: asyncio.AbstractEventLoop, *call: Any) -> None:
-    """Have a loop make a call; one that is closed has nobody left to tell."""
+    """Schedule a call; a closed loop ignores it."""
     with suppress(RuntimeError):
         loop.call_soon_threadsafe(*call)

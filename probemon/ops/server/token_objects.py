@@ -1,11 +1,4 @@
-"""Tokens, events, summaries and packs as the server tells them: objects of JSON, with keys that clients rely on.
-
-told = Told(pack, top_k=3, shown=None)
-told.token(scores, i, choice=0, position=12, token_id=7, text=" whale", span=(4, 10), phase="generated")
-told.event(event, choice=0, action="stop")
-told.summary(result, stopped_by=None)
-about_pack(pack, "demo")
-"""
+"""Tokens, events, summaries and packs as JSON objects, with keys that clients rely on."""
 
 from __future__ import annotations
 
@@ -25,16 +18,16 @@ from probemon.monitor.summary import summarise
 from probemon.packs.group import AnyPack, PackGroup
 from probemon.packs.strength import shortest, strength_of
 
-_MOST_STRENGTH = 100.0  # a score of 1 has an infinite one, which is no JSON
+_MOST_STRENGTH = 100.0  # infinite for a score of 1
 _N_LEADING = 10
 
 
 class Told:
-    """What is told of an answer's tokens. `shown [P]`: of which probes; None for all."""
+    """Makes the objects of an answer. `shown [P]`: mask of reported probes; None for all."""
 
     def __init__(self, pack: AnyPack, top_k: int, shown: Mask | None) -> None:
         self._pack, self._top_k, self._shown = pack, top_k, shown
-        self._threshold = pack.alert_threshold.numpy()  # [P], NaN where there is none
+        self._threshold = pack.alert_threshold.numpy()  # [P], NaN without a threshold
 
     def token(
         self,
@@ -48,12 +41,12 @@ class Told:
         span: tuple[int, int] | None,
         phase: str,
     ) -> dict[str, Any]:
-        """Return the TOKEN of state `i` of `scores`. `span`: where it lies in the answer, None for a prompt's."""
+        """Return the TOKEN of state `i`. `span`: (start, end) in the answer; None for a prompt token."""
         probes, values = scores.active(i), scores.active_scores(i)
         fired = scores.fired(i)
         if self._shown is not None:
-            kept = self._shown[probes]
-            probes, values, fired = probes[kept], values[kept], fired[self._shown[fired]]
+            mask = self._shown[probes]
+            probes, values, fired = probes[mask], values[mask], fired[self._shown[fired]]
         strengths = strength_of(values, self._threshold[probes])
         return {
             "choice": choice,
@@ -72,7 +65,7 @@ class Told:
         }
 
     def event(self, event: Event, choice: int, action: str) -> dict[str, Any]:
-        """Return the EVENT of a rule that was met."""
+        """Return the EVENT of a met rule."""
         return {
             "choice": choice,
             "concept": event.concept,
@@ -88,7 +81,7 @@ class Told:
         }
 
     def summary(self, result: Result, stopped_by: Any, n_withheld: int) -> dict[str, Any]:
-        """Return the summary of an answer: what was looked at in it, and what it was about."""
+        """Return the summary of an answer."""
         about = summarise(result, above=self._above())
         generated = result.scores.take(result.tokens_of(0, "generated"))
         return {
@@ -107,14 +100,14 @@ class Told:
         return None if self._shown is None else np.where(self._shown, -math.inf, math.inf)
 
     def _top(self, probes: Any, values: Any, strength: Doubles) -> list[list[Any]]:
-        """Return the best by strength, then those without a threshold by score, as `Result.top` ranks them."""
+        """Rank by strength, then those without a threshold by score, like `Result.top`."""
         bare = np.isnan(strength)
         order = np.lexsort((probes, -np.where(bare, values.astype(np.float64), strength), bare))[: self._top_k]
         return [[int(probes[at]), shortest(values[at]), _strength(strength[at])] for at in order]
 
 
 def about_pack(pack: AnyPack, model: str) -> dict[str, Any]:
-    """Return what a page needs of a pack; the place of a concept in the list is its index in TOKENs."""
+    """Return a pack for the page. TOKENs refer to concepts by index."""
     packs = [pack] if not isinstance(pack, PackGroup) else list(pack.packs.values())
     return {
         "model": model,

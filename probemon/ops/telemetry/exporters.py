@@ -1,7 +1,7 @@
-"""The metrics that a deployment file asks for: one exporter for a process, however many managers are made of the file.
+"""The metrics of deployment files: one exporter per process and address.
 
-metrics = exporter(["weapon"], port=9464)       # shown from now on, to the end of the process
-metrics = exporter(["weapon"])                  # in the client's own registry, for a program that shows that itself
+metrics = exporter(["weapon"], port=9464)       # until the process ends
+metrics = exporter(["weapon"])                  # in the client's default registry
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ _lock = threading.Lock()
 
 
 def exporter(concepts: Sequence[str] = (), port: int | None = None, address: str = "127.0.0.1") -> ProcessMetrics:
-    """Return the metrics that are shown there, begun where they are not yet.
+    """Return the metrics shown there, started if necessary.
 
-    Raises `ConfigError` where it cannot listen, or other concepts are named there, `MissingExtra`.
+    Raises `MissingExtra`, or `ConfigError` if it cannot listen or shows other concepts.
     """
     place, named = None if port is None else (address, port), tuple(concepts)
     with _lock:
@@ -34,11 +34,11 @@ def exporter(concepts: Sequence[str] = (), port: int | None = None, address: str
                 metrics = _own(named)
                 _servers.append(begin_serving(metrics.registry, place[1], address))
             _running[place] = metrics, named
-        metrics, known = _running[place]
-    if known != named:
+        metrics, shown = _running[place]
+    if shown != named:
         where = "in the registry of prometheus_client" if place is None else f"at {address} port {port}"
         raise ConfigError(
-            f"metrics {where} name {', '.join(known) or 'no concepts'} in this process already: name the same, or give"
+            f"metrics {where} name {', '.join(shown) or 'no concepts'} in this process already: name the same, or give"
             " another port"
         )
     return metrics
@@ -48,5 +48,5 @@ def _own(concepts: Sequence[str]) -> ProcessMetrics:
     try:
         from prometheus_client import CollectorRegistry
     except ImportError:
-        return ProcessMetrics(concepts=concepts)  # says what is missing
+        return ProcessMetrics(concepts=concepts)  # raises MissingExtra
     return ProcessMetrics(concepts=concepts, registry=CollectorRegistry())

@@ -1,10 +1,8 @@
-"""The text that Prometheus reads, in the format that it accepts, and the port where it asks for it.
+"""The text that Prometheus scrapes, and its port.
 
-body, content_type = exposition(registry, accept="application/openmetrics-text")
 with served(registry, 9464): ...                      # http://127.0.0.1:9464/metrics
 
-With `PROMETHEUS_MULTIPROC_DIR` set before prometheus_client is first imported, several processes add up what they count
-in the files of that folder, and each of them shows the sum.
+If `PROMETHEUS_MULTIPROC_DIR` is set before prometheus_client is imported, each process shows the sum of all.
 """
 
 from __future__ import annotations
@@ -17,16 +15,14 @@ from probemon.errors import ConfigError
 
 
 def several_processes() -> bool:
-    """Whether the metrics of this process are added up with those of others."""
+    """True if the metrics of several processes are added up."""
     from prometheus_client import values
 
     return bool(values.ValueClass._multiprocess)
 
 
 class Shown:
-    """A collector of what is to be shown: what the registry has, or where several processes count together, the sum of
-    them all; of counters and histograms of ours without when they began, which is a line beside each of theirs.
-    """
+    """Collects a registry, or the sum over processes, without the `_created` samples of our families."""
 
     def __init__(self, registry: Any) -> None:
         self._registry = registry
@@ -41,11 +37,11 @@ class Shown:
                 raise ConfigError(f"{what}: {error}") from error
 
     def describe(self) -> list[Any]:
-        """Return the families, by whose names a scrape can ask for some of them."""
+        """Return all families."""
         return list(self.collect())
 
     def collect(self) -> Iterator[Any]:
-        """Yield every family as it is now."""
+        """Yield every family with its values."""
         for family in self._registry.collect():
             if family.name.startswith("probemon_") and family.type in ("counter", "histogram"):
                 family.samples = [sample for sample in family.samples if not sample.name.endswith("_created")]
@@ -53,7 +49,7 @@ class Shown:
 
 
 def exposition(registry: Any, accept: str = "") -> tuple[bytes, str]:
-    """Return the metrics and their content type. `accept`: the header of the request; OpenMetrics has exemplars."""
+    """Return the metrics and their content type. `accept`: OpenMetrics has exemplars."""
     from prometheus_client.exposition import choose_encoder
 
     encode, content_type = choose_encoder(accept)
@@ -62,9 +58,8 @@ def exposition(registry: Any, accept: str = "") -> tuple[bytes, str]:
 
 @contextmanager
 def served(registry: Any, port: int, address: str = "127.0.0.1") -> Iterator[int]:
-    """Show the metrics at /metrics while the block is open; yields the port, which of 0 is any that is free.
-
-    Raises `ConfigError` where it cannot listen there.
+    """Show the metrics at /metrics while the block is open; yields the port (0: a free one). Raises `ConfigError` if
+    it cannot listen.
     """
     server, thread = begin_serving(registry, port, address)
     try:
@@ -76,7 +71,7 @@ def served(registry: Any, port: int, address: str = "127.0.0.1") -> Iterator[int
 
 
 def begin_serving(registry: Any, port: int, address: str = "127.0.0.1") -> tuple[Any, Any]:
-    """Show the metrics at /metrics from now on; the server and its thread. Raises `ConfigError`."""
+    """Return a server of /metrics and its thread. Raises `ConfigError`."""
     from prometheus_client import CollectorRegistry, start_http_server
 
     shown = CollectorRegistry()

@@ -1,10 +1,9 @@
-"""The families of metrics that probemon gives Prometheus: one table, of which the metrics and the page are made.
+"""The Prometheus metric families, for the metrics and their page.
 
-counter = FAMILIES["probemon_gaps_total"].made(registry)     # an object of prometheus_client
-table()                                                      # the table of docs/metrics.md
+counter = FAMILIES["probemon_gaps_total"].made(registry)
+table()                                                      # of docs/metrics.md
 
-A family of `PROCESS` is an object that lives as long as the process, and that several processes can add up in one
-folder (`PROMETHEUS_MULTIPROC_DIR`). The other ones are asked when somebody scrapes.
+`PROCESS` families may be shared by processes (`PROMETHEUS_MULTIPROC_DIR`). Others are computed at the scrape.
 """
 
 from __future__ import annotations
@@ -13,9 +12,9 @@ from probemon.core.metric_family import Family, table_of
 
 PROCESS, SCRAPE, SERVER = WHERE = ("process", "scrape", "server")
 _SECTIONS = {
-    PROCESS: "Of every process that watches",
-    SCRAPE: "The same, where it is one process alone: asked at the scrape",
-    SERVER: "Of `probemon serve` beside these",
+    PROCESS: "Every watching process",
+    SCRAPE: "A single watching process, computed at the scrape",
+    SERVER: "`probemon serve`, in addition",
 }
 
 
@@ -32,14 +31,14 @@ _ALL = (
         "probemon_tokens_total",
         "counter",
         ("phase", "unseen"),
-        "Tokens of the host, by phase (prompt, generated) and why one has no scores (empty: it has; gap, not_finite,"
+        "Tokens of the model, by phase (prompt, generated) and why one has no scores (empty: it has; gap, not_finite,"
         " budget, failed, other)",
     ),
     Family(
         "probemon_probes_total",
         "counter",
         ("what",),
-        "Pairs of token and probe, by what became of them: the words of coverage, and fired",
+        "Pairs of token and probe, by outcome: the words of coverage, and fired",
     ),
     Family(
         "probemon_level_probes_total",
@@ -67,13 +66,14 @@ _ALL = (
         "Verdicts of judges: what they rule (pass, stop, raise), or why on_failure did (late, error, not asked)",
     ),
     Family("probemon_verdict_seconds_total", "counter", (), "Time from events to the verdicts of judges"),
-    Family("probemon_gaps_total", "counter", (), "Gaps: columns that the host ran and our hooks did not see"),
+    Family("probemon_gaps_total", "counter", (), "Gaps: positions that the model ran and our hooks did not see"),
     Family(
-        "probemon_forward_overhead_seconds", "histogram", (), "Time in our hooks, one observation a forward of the host"
+        "probemon_forward_overhead_seconds",
+        "histogram",
+        (),
+        "Time in our hooks, one observation per forward of the model",
     ),
-    Family(
-        "probemon_watched_seconds_total", "counter", (), "Time that forwards of the host took, with that in our hooks"
-    ),
+    Family("probemon_watched_seconds_total", "counter", (), "Time that forwards of the model took, our hooks included"),
     Family("probemon_failures_total", "counter", (), "Callbacks, followers and sinks that failed"),
     Family("probemon_sink_tokens_total", "counter", ("what",), "Tokens for sinks: written, dropped"),
     Family(
@@ -84,16 +84,16 @@ _ALL = (
         " active",
     ),
     Family(
-        "probemon_budget_rung",
+        "probemon_budget_degradation",
         "gauge",
         (),
-        "What is left out to keep a budget, by the run that leaves out most: 0 none to 5 everything (docs/budget.md)",
+        "Degradation that keeps a budget, of the run that leaves out most: 0 none to 5 everything (docs/deployment.md)",
         mode="livemax",
     ),
     Family(
         "probemon_budget_shed_tokens_total",
         "counter",
-        ("rung",),
+        ("degradation",),
         "Tokens at which something was left out to keep a budget: audit, depth, named, sampled, off",
     ),
     Family(
@@ -107,7 +107,7 @@ _ALL = (
         "probemon_drift_alarms",
         "gauge",
         ("kind",),
-        "Alarms of drift that hold now, where a run has a DriftMonitor",
+        "Present alarms of drift, if a run has a DriftMonitor",
         mode="livemax",
     ),
     Family(
@@ -129,7 +129,7 @@ _ALL = (
         "probemon_requests_total",
         "counter",
         ("outcome",),
-        "Requests that ended, by what became of them: answered, cancelled, stalled, failed, refused",
+        "Requests that ended, by outcome: answered, cancelled, stalled, failed, refused",
         SERVER,
     ),
     Family("probemon_answers_total", "counter", ("finish_reason",), "Answers, by how they ended", SERVER),
@@ -138,7 +138,7 @@ _ALL = (
         "counter",
         ("what",),
         "Tokens of answers that no error ended: prompt, generated, and unseen, which are generated ones without scores,"
-        " but for the last, which no host runs",
+        " except the last, which the model never runs",
         SERVER,
     ),
     Family("probemon_request_seconds_total", "counter", (), "Time that answers took", SERVER),
@@ -151,7 +151,7 @@ FAMILIES = {family.name: family for family in _ALL}
 
 
 def table() -> str:
-    """Return the families as tables of Markdown, one for each place where they come from."""
+    """Return the families as Markdown tables, one per `where`."""
     return "\n\n".join(
         table_of(title, [family for family in _ALL if family.where == where]) for where, title in _SECTIONS.items()
     )

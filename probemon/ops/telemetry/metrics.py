@@ -1,12 +1,10 @@
-"""Metrics of a process for Prometheus: what was scored, what was not, what the audit found missing, what it cost.
+"""Prometheus metrics of a process.
 
-    metrics = ProcessMetrics(concepts=["weapon"])         # one for the process, of any number of runs
+    metrics = ProcessMetrics(concepts=["weapon"])         # one per process
     with served(metrics.registry, 9464), manager.attach(model, tokenizer, followers=[metrics]):
-        model.generate(**inputs)                          # http://127.0.0.1:9464/metrics
+        model.generate(**inputs)
 
-    with RoutingMonitor(model) as monitor, metrics.showing(monitor): ...             # routers, without probes
-
-`served` is of `probemon.ops.telemetry.exposition`. The families are in docs/metrics.md. Needs the extra `metrics`.
+docs/metrics.md lists the families. Needs the extra `metrics`.
 """
 
 from __future__ import annotations
@@ -32,18 +30,18 @@ from probemon.ops.telemetry.scraped_metrics import ScrapedMetrics
 if TYPE_CHECKING:
     from probemon.monitor.run import MonitorRun
 
-_MOST_CHARACTERS = 64  # of a request's id: an exemplar has room for 128 with that of a trace
+_MOST_CHARACTERS = 64  # of a request's id: an exemplar holds 128, with a trace's
 
 
 class ProcessMetrics(Follower):
-    """Counts what the runs that it follows do, from its beginning to the end of the process.
+    """Counts its runs until the process ends.
 
-    `concepts` are counted by name, at most 100: each is a series of its own.
-    `registry` is the client's default one, or yours.
+    - `concepts`: counted by name, at most 100
+    - `registry`: by default the client's
 
-    Where several processes count together (`PROMETHEUS_MULTIPROC_DIR`), arenas, routing and recall, which are asked at
-    the scrape, are left out. Raises `MissingExtra`, `ConfigError` where a registry holds these families already.
-    `run.follow(metrics)` raises `UnknownConcept`, and `ConfigError` for too many concepts.
+    With several processes (`PROMETHEUS_MULTIPROC_DIR`), families of the scrape are left out. Raises `MissingExtra`, or
+    `ConfigError` for names in use. `run.follow(metrics)` raises `UnknownConcept`, or `ConfigError` for too many
+    concepts.
     """
 
     def __init__(self, *, concepts: Sequence[str | int | re.Pattern[str]] = (), registry: Any = None) -> None:
@@ -55,7 +53,7 @@ class ProcessMetrics(Follower):
         self._concepts, self._named = list(concepts), set[str]()
         self._open: weakref.WeakSet[MonitorRun] = weakref.WeakSet()
         self._described = Counter[tuple[str, ...]]()  # open runs, by the labels of probemon_info
-        self._newest: tuple[str, ...] | None = None  # of these
+        self._newest: tuple[str, ...] | None = None
         self._highest = defaultdict[tuple[str, ...], weakref.WeakKeyDictionary[Any, float]](weakref.WeakKeyDictionary)
         self._n_runs: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # by budget and by breaker
         self._lock = threading.RLock()
@@ -73,7 +71,7 @@ class ProcessMetrics(Follower):
             ) from error
 
     def text(self, accept: str = "") -> tuple[bytes, str]:
-        """Return the exposition and its content type, by the header Accept of whoever asks."""
+        """Return the exposition and its content type, for a header Accept."""
         return exposition(self.registry, accept)
 
     def began(self, run: MonitorRun) -> None:
@@ -81,14 +79,12 @@ class ProcessMetrics(Follower):
         self._follow(run, {})
 
     def for_request(self, request: str) -> Follower:
-        """Return a follower that counts here, and gives exemplars of the overhead the id of a request."""
+        """Return a follower with a request's id in its exemplars."""
         return _Request(self, request)
 
     @contextmanager
     def showing(self, follower: Follower) -> Iterator[None]:
-        """Show what a follower without a run adds up, such as a `RoutingMonitor`, while the block is open, and count it
-        on after. Of one that follows a run it is shown by itself.
-        """
+        """Show the sums of a follower without a run, such as a `RoutingMonitor`, while the block is open."""
         sums = self._scraped.sums_of(follower) if isinstance(follower, Follower) else None
         if sums is None:
             raise ConfigError(f"{type(follower).__name__} adds up nothing for Prometheus: give a RoutingMonitor")
@@ -102,15 +98,15 @@ class ProcessMetrics(Follower):
 
     def _follow(self, run: MonitorRun, exemplar: Mapping[str, str]) -> None:
         pack = run.manager.pack
-        probes = pack.find_all(self._concepts) if self._concepts else []  # each once
+        probes = pack.find_all(self._concepts) if self._concepts else []
         with self._lock:
             if run in self._open:
                 raise ConfigError("these metrics follow this run already: what it does would be counted twice")
             named = self._named | {pack.concepts[probe]["id"] for probe in probes}
             if len(named) > MOST_NAMED:
-                some = ", ".join(sorted(named)[:5])
+                examples = ", ".join(sorted(named)[:5])
                 raise ConfigError(
-                    f"concepts are {len(named)} ({some}, ...), each a series of its own: name at most {MOST_NAMED}."
+                    f"concepts are {len(named)} ({examples}, ...), each a separate series: name at most {MOST_NAMED}."
                     " All of them are counted by level"
                 )
             self._named = named
@@ -127,11 +123,11 @@ class ProcessMetrics(Follower):
         run.follow(counts)
 
     def family(self, name: str) -> Any:
-        """Return the object of a family, for `RunCounts`."""
+        """Return a family's object."""
         return self._families[name]
 
     def describe_run(self, labels: tuple[str, ...], before: tuple[str, ...] | None) -> None:
-        """Say what a run watches, and watched `before`. What was watched last is said until something else is."""
+        """Set what a run watches, instead of `before`."""
         with self._lock:
             if before is not None:
                 self._described[before] -= 1
@@ -144,7 +140,7 @@ class ProcessMetrics(Follower):
             self._families["probemon_info"].labels(*labels).set(int(n > 0 or labels == self._newest))
 
     def set_highest(self, name: str, of: object, value: float, *labels: str) -> None:
-        """Say the value of a gauge, which shows the highest, `of` what a run has, or several share."""
+        """Set the value of `of` in a gauge that shows the highest."""
         family = self._families[name]
         with self._lock:
             values = self._highest[name, *labels]
@@ -152,22 +148,21 @@ class ProcessMetrics(Follower):
             (family.labels(*labels) if labels else family).set(max(values.values()))
 
     def _forget(self, name: str, of: object) -> None:
-        """Forget the value of a gauge of what one run alone had, which has ended; what several share goes on."""
         if of is not None and self._n_runs[of] == 1 and self._highest[name,].pop(of, None) is not None:
             self._families[name].set(max(self._highest[name,].values(), default=0))
 
     def add_audit(self, audit: Audit) -> None:
-        """Add what audited tokens say."""
+        """Add audited tokens."""
         self._scraped.add_audit(audit)
 
     def end_run(self, run: MonitorRun, labels: tuple[str, ...]) -> None:
-        """Forget a run that has ended; what was counted stays."""
+        """Forget an ended run; counts stay."""
         with self._lock:
             self._open.discard(run)
             self._described[labels] -= 1
             self._say_what_is_watched()
             self._families["probemon_runs"].set(len(self._open))
-            self._forget("probemon_budget_rung", run.follower(Budget))
+            self._forget("probemon_budget_degradation", run.follower(Budget))
             self._forget("probemon_breaker_open", run.breaker)
         self._scraped.arenas.read()
         for follower in run.followers:
@@ -176,7 +171,7 @@ class ProcessMetrics(Follower):
 
 
 class _Request(Follower):
-    """Follows one run, for the request of which it is."""
+    """Follows the run of one request."""
 
     def __init__(self, metrics: ProcessMetrics, request: str) -> None:
         self._metrics, self._request = metrics, request[:_MOST_CHARACTERS]

@@ -1,15 +1,11 @@
-"""OpenTelemetryEvents: rules that were met, and generations that ended, as events of OpenTelemetry.
+"""Met rules and ended generations as OpenTelemetry events.
 
-events = OpenTelemetryEvents()                                  # to the provider of logs that the application has set
-events = OpenTelemetryEvents(endpoint="http://localhost:4318")  # or to a collector, by OTLP over HTTP
-with manager.attach(model, tokenizer) as run:
-    run.follow(events)
-    with tracer.start_as_current_span("chat"):
-        model.generate(**inputs)                                # its events belong to the span
+events = OpenTelemetryEvents()                                  # the application's provider of logs
+events = OpenTelemetryEvents(endpoint="http://localhost:4318")  # a collector, OTLP over HTTP
 
-Each is a log record with the name `gen_ai.evaluation.result`, by the conventions for generative AI, which are still in
-development (open-telemetry/semantic-conventions-genai at 997a19cc9be3bcd54fe4f45213df8c274f4776f0). None holds text, or
-the id of a token. docs/opentelemetry.md lists the attributes.
+Each is a log record `gen_ai.evaluation.result`, without text or token ids, by the conventions for generative AI
+(open-telemetry/semantic-conventions-genai at 997a19cc9be3bcd54fe4f45213df8c274f4776f0). docs/metrics.md lists the
+attributes.
 """
 
 from __future__ import annotations
@@ -38,16 +34,15 @@ EVENT = "gen_ai.evaluation.result"
 FIRED, NOT_FIRED, UNSEEN = LABELS = ("fired", "not_fired", "unseen")
 NOT_FINITE, ALIGNMENT_GAP, NOT_SCORED = UNSEEN_ERRORS = ("not_finite", "alignment_gap", "not_scored")
 _COVERAGE = ("active", "dropped", "not_reached", "evaluated", "excluded", "shed")
-_MOST_NAMED = 100  # concepts in one attribute
+_MOST_NAMED = 100
 
 
 class OpenTelemetryEvents(Follower):
     """Follows any number of runs. Raises `MissingExtra`, `ConfigError`.
 
-    `endpoint`: a collector's address. It is sent to from a thread of its own, from the begin of the first run that is
-    followed to the end of the last; the end takes at most 2 seconds, whatever the collector does. Inside
-    `with events: ...` it stays open from run to run.
-    `provider`: of logs, by default the one that the application has set for OpenTelemetry.
+    - `endpoint`: a collector's address; a thread sends to it while runs are open, and ends within 2 seconds. `with
+      events: ...` keeps it open between runs
+    - `provider`: of logs, by default the application's
     """
 
     def __init__(self, endpoint: str | None = None, *, provider: Any = None) -> None:
@@ -58,11 +53,11 @@ class OpenTelemetryEvents(Follower):
             name = type(self).__name__
             raise MissingExtra(f"{name} needs OpenTelemetry: pip install 'probemon[otel]'") from error
         if endpoint is not None and provider is not None:
-            raise ConfigError("an endpoint has a provider of logs of its own: give the one or the other")
+            raise ConfigError("an endpoint has its own provider of logs: give one of them")
         self._endpoint = None if endpoint is None else check_endpoint(endpoint)
         self._provider = provider
-        self._no_span = set_span_in_context(INVALID_SPAN, Context())  # an empty one would stand for the current one
-        self._logs: Any = None  # what takes them, while it is open
+        self._no_span = set_span_in_context(INVALID_SPAN, Context())  # an empty context means the current span
+        self._logs: Any = None
         self._n_users, self._lock = 0, threading.Lock()
 
     def __repr__(self) -> str:
@@ -82,18 +77,18 @@ class OpenTelemetryEvents(Follower):
         run.follow(self.of_response(""))
 
     def of_response(self, response_id: str) -> Follower:
-        """Return what follows one run, which gives the response of this id."""
+        """Return a follower of one run, for the response of this id."""
         return _RunEvents(self, response_id)
 
     def open(self) -> None:
-        """Count one more that needs it; the first one opens it."""
+        """Add a user; the first one opens it."""
         with self._lock:
             if not self._n_users:
                 self._logs = self._logger() if self._endpoint is None else OtlpLogs(self._endpoint)
             self._n_users += 1
 
     def close(self) -> None:
-        """Count one less; the last one closes it."""
+        """Remove a user; the last one closes it."""
         with self._lock:
             self._n_users -= 1
             logs = self._logs
@@ -104,18 +99,17 @@ class OpenTelemetryEvents(Follower):
             logs.close()
 
     def emit(self, attributes: dict[str, Any], *, in_span: bool) -> None:
-        """Emit one event; `in_span`: it belongs to the span that the calling thread is in."""
+        """Emit one event; `in_span`: within the calling thread's span."""
         logs = self._logs
         if logs is not None:  # else it has ended
             context = None if in_span else self._no_span
             logs.emit(timestamp=time.time_ns(), event_name=EVENT, attributes=attributes, context=context)
 
     def _logger(self) -> Any:
-        """Return a logger of the provider that is given, or that the application has set."""
         from opentelemetry._logs import get_logger_provider
 
         provider = get_logger_provider() if self._provider is None else self._provider
-        if type(provider).__module__.startswith("opentelemetry._logs"):  # that of the API, which has nowhere to send to
+        if type(provider).__module__.startswith("opentelemetry._logs"):  # the API's, which sends nowhere
             LOG.warning(
                 "OpenTelemetry has no provider of logs, so its events go nowhere: call set_logger_provider, or give"
                 " OpenTelemetryEvents an endpoint"
@@ -129,7 +123,7 @@ class _RunEvents(Follower):
     def __init__(self, events: OpenTelemetryEvents, response_id: str) -> None:
         self._events, self._response_id = events, response_id
         self._run: MonitorRun | None = None
-        self._met: dict[int, set[str]] = {}  # concepts whose rules were met, by generation
+        self._met: dict[int, set[str]] = {}
 
     def began(self, run: MonitorRun) -> None:
         self._run = run
@@ -156,7 +150,6 @@ class _RunEvents(Follower):
         self._emit(attributes, event.generation, event.request)
 
     def _of_event(self, event: Event) -> dict[str, Any]:
-        """Return the attributes of a rule that was met; what a judge said beside is not among them."""
         attributes: dict[str, Any] = {
             "gen_ai.evaluation.name": f"probemon.{event.concept}",
             "gen_ai.evaluation.score.label": UNSEEN if event.blind else FIRED,
@@ -182,7 +175,7 @@ class _RunEvents(Follower):
         assert self._run is not None
         met, n_rules = sorted(self._met.pop(recording.number, ())), len(self._run.watches[-1].rules)
         tokens, covered, unseen = Counter[str](), Counter[str](), Counter(recording.why_unseen)
-        if n_before := recording.n_before():  # they came in a cache, and no forward of this generation had them
+        if n_before := recording.n_before():  # they came in a cache, without a forward of this generation
             unseen[recording.before] += n_before
             tokens["prompt"] += n_before
         for placed, scores in list(zip(recording.placed, recording.scores, strict=False)):
@@ -210,15 +203,14 @@ class _RunEvents(Follower):
             attributes["error.type"] = type(error).__qualname__
         elif unseen:
             attributes["error.type"] = self._error_of(unseen.most_common(1)[0][0])
-        elif n_rules and not recording.n_generated:  # no token of which a rule could be asked, so none was
+        elif n_rules and not recording.n_generated:  # no token was scored
             attributes["error.type"] = NOT_SCORED
-        if n_rules or met:  # without a rule nothing was asked, and nothing is answered
+        if n_rules or met:
             blind = "error.type" in attributes
             attributes["gen_ai.evaluation.score.label"] = FIRED if met else UNSEEN if blind else NOT_FIRED
         self._emit(attributes, recording.number, recording.request)
 
     def _error_of(self, reason: str) -> str:
-        """Return which of UNSEEN_ERRORS a reason is, for which a token has no scores."""
         assert self._run is not None
         if reason in self._run.manager.not_numbers:
             return NOT_FINITE
@@ -232,7 +224,7 @@ class _RunEvents(Follower):
             attributes["probemon.deployment"] = deployment.sha256
         if response_id:
             attributes["gen_ai.response.id"] = response_id
-        # Requests of continuous batching run in a thread of transformers', where no caller's span is.
+        # Continuous batching runs in a thread of transformers, outside the caller's span.
         self._events.emit(attributes, in_span=not request)
 
 

@@ -1,9 +1,8 @@
-"""OtlpLogs: sends records of logs to an OpenTelemetry collector, and never waits for it.
+"""Sends log records to an OpenTelemetry collector, and never waits for it.
 
-logs = OtlpLogs("http://localhost:4318")       # MissingExtra, ConfigError
-logs.emit(event_name="...", attributes={...})  # queued, or lost where MOST_WAITING wait
-logs.close()                                   # sends what is queued, and takes at most CLOSE_SECONDS
-logs.n_emitted, logs.n_sent, logs.n_lost       # n_lost: that the collector did not take; once it is closed
+logs = OtlpLogs("http://localhost:4318")
+logs.emit(event_name="...", attributes={...})  # queued, or lost beyond MOST_WAITING
+logs.close()
 """
 
 from __future__ import annotations
@@ -20,15 +19,15 @@ from probemon.util.checks import shown
 
 LOG = logging.getLogger("probemon")
 SCOPE = "probemon"
-MOST_WAITING = 2048  # records
-SEND_SECONDS = 1  # one attempt; the exporter's own default would be ten
-CLOSE_SECONDS = 1.5  # the end of a run takes less than two
+MOST_WAITING = 2048
+SEND_SECONDS = 1  # per attempt; the exporter's default is ten
+CLOSE_SECONDS = 1.5  # runs end in less than two
 
 
 class OtlpLogs:
-    """`endpoint`: the collector's address, as `http://host:4318`, or with the path that takes logs (`/v1/logs`).
+    """`endpoint`: `http://host:4318`, or with the path of logs (`/v1/logs`). Raises `MissingExtra`, `ConfigError`.
 
-    Headers, a certificate and the resource are taken from the environment, as of every exporter (`OTEL_...`).
+    Headers, certificate and resource come from the environment (`OTEL_...`).
     """
 
     def __init__(self, endpoint: str) -> None:
@@ -38,7 +37,7 @@ class OtlpLogs:
         from opentelemetry.sdk._logs.export import BatchLogRecordProcessor
 
         self._exporter = _CountedExporter(OTLPLogExporter(endpoint=self.endpoint, timeout=SEND_SECONDS))
-        # At exit it would wait for as long as it takes: `close` is what ends it.
+        # At exit it would wait without limit.
         self._provider = LoggerProvider(shutdown_on_exit=False)
         processor = BatchLogRecordProcessor(
             self._exporter,  # type: ignore[arg-type]
@@ -54,23 +53,23 @@ class OtlpLogs:
 
     @property
     def n_sent(self) -> int:
-        """Return how many records the collector has taken."""
+        """Records that the collector has taken."""
         return self._exporter.n_sent
 
     @property
     def n_lost(self) -> int:
-        """Return how many records it has not."""
+        """Records not taken."""
         return self.n_emitted - self.n_sent
 
     def emit(self, **record: Any) -> None:
-        """Queue a record, and wait for nobody; `record`: the arguments of OpenTelemetry's `Logger.emit`."""
+        """Queue a record; `record`: arguments of OpenTelemetry's `Logger.emit`."""
         with self._lock:
             self.n_emitted += 1
         self._logger.emit(**record)
 
     def close(self) -> None:
-        """Send what is queued, within CLOSE_SECONDS, and say what was lost."""
-        # The SDK gives itself half a minute, and no way to give it less.
+        """Send the queue within CLOSE_SECONDS, and log losses."""
+        # The SDK would take half a minute.
         closing = threading.Thread(target=self._provider.shutdown, name="probemon closes OpenTelemetry", daemon=True)
         closing.start()
         closing.join(CLOSE_SECONDS)
@@ -85,7 +84,7 @@ class OtlpLogs:
 
 
 class _CountedExporter:
-    """Counts what an exporter of OpenTelemetry has sent, until it is given up."""
+    """Counts what an exporter has sent, until `give_up`."""
 
     def __init__(self, exporter: Any) -> None:
         self._exporter, self.n_sent, self._over = exporter, 0, False
@@ -109,9 +108,9 @@ class _CountedExporter:
 
 
 def check_endpoint(endpoint: object) -> str:
-    """Return where a collector takes logs: an address without a path is that of the collector itself.
+    """Return the URL of logs at a collector's address.
 
-    Raises `ConfigError`, and `MissingExtra` where nothing could be sent there.
+    Raises `ConfigError`, or `MissingExtra` without the exporter.
     """
     try:
         parts = urlsplit(endpoint if isinstance(endpoint, str) else "")

@@ -1,9 +1,6 @@
-"""RunCounts: one run, added to the families of a ProcessMetrics while it goes on.
+"""Adds one run to the families of a ProcessMetrics.
 
-run.follow(RunCounts(metrics, run, probes, {"request": "chatcmpl-1"}))     # probes: those that are counted by name
-
-Sums are made once a batch of tokens, and the overhead is observed once a forward: nothing is done once a (token,
-concept).
+Work is done per batch and per forward, never per (token, concept).
 """
 
 from __future__ import annotations
@@ -20,9 +17,9 @@ import numpy as np
 from probemon.core.scores import COUNTS, PHASES, Gap, Scores
 from probemon.engine.audit import Audit
 from probemon.monitor.breaker import CLOSED, PAUSED, SCORING_FAILED
+from probemon.monitor.degradations import LEFT_OUT, NAMES
 from probemon.monitor.followers import Batch, Follower
 from probemon.monitor.rules import ESCALATE, TOLD_ACTIONS, Event
-from probemon.monitor.rungs import LEFT_OUT, NAMES
 from probemon.ops.budget import Budget
 from probemon.ops.drift.drift_monitor import DriftMonitor
 from probemon.ops.judges.judge_desk import FAILURES
@@ -33,13 +30,12 @@ if TYPE_CHECKING:
     from probemon.monitor.run import MonitorRun
     from probemon.ops.telemetry.metrics import ProcessMetrics
 
-# Why a token is unseen: a closed set, the sentences are not.
 SEEN, BLIND, NOT_FINITE, BUDGET, FAILED, OTHER = REASONS = ("", "gap", "not_finite", "budget", "failed", "other")
-LAST_LEVEL = 15  # and all below it
+LAST_LEVEL = 15  # and below
 
 
 class RunCounts(Follower):
-    """Follows one run. `exemplar`: labels of what is observed, beside the trace that is under way."""
+    """Follows one run. `exemplar`: labels in addition to the trace's."""
 
     def __init__(
         self, metrics: ProcessMetrics, run: MonitorRun, probes: Sequence[int], exemplar: Mapping[str, str]
@@ -70,7 +66,7 @@ class RunCounts(Follower):
         self._verdicts, self._judged = family("probemon_verdicts_total"), family("probemon_verdict_seconds_total")
         sinks = family("probemon_sink_tokens_total")
         self._sinks = {"n_written": sinks.labels("written"), "n_dropped": sinks.labels("dropped")}
-        self._sent: dict[str, list[int]] = {name: [] for name in self._sinks}  # of each sink
+        self._sent: dict[str, list[int]] = {name: [] for name in self._sinks}
         self._audit = {name: family("probemon_audit_total").labels(label) for name, label in AUDIT_SUMS.items()}
         self._overhead, self._watched = (
             family("probemon_forward_overhead_seconds"),
@@ -80,7 +76,11 @@ class RunCounts(Follower):
         self._n_failures = 0
         self._budget, self._drift = run.follower(Budget), run.follower(DriftMonitor)
         shed = family("probemon_budget_shed_tokens_total")
-        self._shed = {} if self._budget is None else {rung: shed.labels(NAMES[rung]) for rung in range(1, len(NAMES))}
+        self._shed = (
+            {}
+            if self._budget is None
+            else {degradation: shed.labels(NAMES[degradation]) for degradation in range(1, len(NAMES))}
+        )
         self._said: dict[str, int] = {}
         self._labels: tuple[str, ...] | None = None
         self._look()
@@ -88,8 +88,8 @@ class RunCounts(Follower):
     def scored(self, batch: Batch, scores: Scores) -> None:
         """Add one batch of tokens."""
         coverage, tokens = scores.coverage, self._tokens[batch.placed.phase]
-        if batch.watch.rung in self._shed:
-            self._shed[batch.watch.rung].inc(len(batch.placed))
+        if batch.watch.degradation in self._shed:
+            self._shed[batch.watch.degradation].inc(len(batch.placed))
         for reason, n in Counter(coverage.unseen).items():
             tokens[self._reason(reason)].inc(n)
         for name in COUNTS:
@@ -99,11 +99,11 @@ class RunCounts(Follower):
         level = self._level[scores.probes]
         active = np.bincount(level, minlength=LAST_LEVEL + 1).tolist()
         fired = np.bincount(level[scores.fired_mask], minlength=LAST_LEVEL + 1).tolist()
-        for number, (of_active, of_fired) in self._levels.items():
+        for number, (active_counter, fired_counter) in self._levels.items():
             if active[number]:
-                of_active.inc(active[number])
+                active_counter.inc(active[number])
             if fired[number]:
-                of_fired.inc(fired[number])
+                fired_counter.inc(fired[number])
         n_fired = sum(fired)
         if n_fired:
             self._pairs["fired"].inc(n_fired)
@@ -118,37 +118,37 @@ class RunCounts(Follower):
             self._metrics.add_audit(audit)
 
     def event(self, event: Event, action: str) -> None:
-        """Count an event of a rule."""
+        """Count an event."""
         self._events[action].inc()
         if action == ESCALATE:
             self._show_rulings()
 
     def verdict(self, event: Event) -> None:
-        """Count what a judge said of an event, or that it did not."""
+        """Count a verdict, or its failure."""
         verdict = event.verdict
         assert verdict is not None
-        self._show_rulings()  # the question may have come before this follows
+        self._show_rulings()
         self._rulings[verdict.ruling, verdict.failure].inc()
         self._judged.inc(verdict.seconds)
 
     def forward(self, time: ForwardTime) -> None:
-        """Observe what a forward cost."""
+        """Observe the cost of a forward."""
         self._overhead.observe(time.inside, self._labels_of_exemplar())
         self._watched.inc(time.whole)
         self._look()
 
     def gap(self, gap: Gap) -> None:
-        """Count what was not seen."""
+        """Count a gap."""
         self._gaps.inc()
 
     def ended(self, recording: Recording, error: BaseException | None) -> None:
-        """Ask for the alarms of drift: one can be raised, or end, with a request."""
+        """Update drift alarms, which change when requests end."""
         if self._drift is not None:
             for kind, n in self._drift.counts().items():
                 self._metrics.set_highest("probemon_drift_alarms", self._drift, n, kind)
 
     def closed(self, run: MonitorRun) -> None:
-        """Count what came with the end."""
+        """Add the last counts."""
         self._look()
         if self._run.recordings:
             self.ended(self._run.recordings[-1], None)
@@ -158,7 +158,7 @@ class RunCounts(Follower):
     # -- inside --------------------------------------------------------------------------------------
 
     def _show_rulings(self) -> None:
-        """Show every verdict from 0, so that the first failure is a rise."""
+        """Start verdicts at 0, so that the first failure is a rise."""
         if not self._rulings:
             self._rulings = {
                 (ruling, failure): self._verdicts.labels(ruling, failure)
@@ -167,11 +167,10 @@ class RunCounts(Follower):
             }
 
     def _reason(self, reason: str) -> str:
-        known = self._reasons.get(reason)
-        return known if known is not None else FAILED if reason.startswith(SCORING_FAILED) else OTHER
+        category = self._reasons.get(reason)
+        return category if category is not None else FAILED if reason.startswith(SCORING_FAILED) else OTHER
 
     def _look(self) -> None:
-        """Count failures and what sinks took, and say what is watched, where these are others than before."""
         run = self._run
         with self._lock:
             n_failures, self._n_failures = run.n_failures - self._n_failures, run.n_failures
@@ -180,9 +179,9 @@ class RunCounts(Follower):
             for name, counter in self._sinks.items():
                 before, self._sent[name] = self._sent[name], [getattr(one, name) for one in stats]
                 for now, then in zip_longest(self._sent[name], before, fillvalue=0):
-                    counter.inc(max(0, now - then))  # what was written and is lost is dropped, too: no counter falls
+                    counter.inc(max(0, now - then))  # counters must not fall when written tokens are lost
             if self._budget is not None:
-                self._say("probemon_budget_rung", self._budget, self._budget.rung)
+                self._say("probemon_budget_degradation", self._budget, self._budget.degradation)
             if run.breaker is not None:
                 self._say("probemon_breaker_open", run.breaker, int(run.breaker.state != CLOSED))
             deployment = "" if run.deployment is None else run.deployment.sha256

@@ -1,9 +1,4 @@
-"""ScrapedMetrics: what is asked for when somebody scrapes: recall by the audits, arenas, what followers add up.
-
-scraped = ScrapedMetrics()
-registry.register(scraped)
-scraped.arenas.add(manager.arena); scraped.sums_of(follower).begin(follower); scraped.add_audit(audit)
-"""
+"""Metrics computed at the scrape: audit recall, arenas, sums of followers."""
 
 from __future__ import annotations
 
@@ -33,7 +28,7 @@ class ScrapedMetrics:
         self._lock = threading.Lock()
 
     def sums_of(self, follower: Follower) -> Any:
-        """Return what adds up followers of this one's kind, None where nothing does."""
+        """Return the sums of a follower's kind; None if it has none."""
         kind = follower.sums()
         if kind is None:
             return None
@@ -43,18 +38,18 @@ class ScrapedMetrics:
             return self._sums[kind]
 
     def add_audit(self, audit: Audit) -> None:
-        """Add what some audited tokens say, of whatever pack."""
+        """Add audited tokens of any pack."""
         with self._lock:
             self._audit = self._audit + replace(audit, n_probes=0)
 
     def describe(self) -> list[Any]:
-        """Return the families without samples, by which a registry knows their names."""
+        """Return the families without samples."""
         from prometheus_client.core import Metric
 
         return [Metric(family.stem, family.help, family.kind) for family in FAMILIES.values() if family.where == SCRAPE]
 
     def collect(self) -> Iterator[Any]:
-        """Yield every family as it is now."""
+        """Yield every family with its values."""
         recalls = FAMILIES["probemon_audit_recall"].scraped()
         for of, recall in self._recalls():
             for bound in ("value", "low", "high") if recall is not None else ():
@@ -70,18 +65,18 @@ class ScrapedMetrics:
             yield from sums.collect()
 
     def _recalls(self) -> tuple[tuple[str, Estimate | None], ...]:
-        """Return the recall of what fires and of the best, estimated anew only where there are new audits."""
+        """Return both recalls, estimated only after new audits."""
         with self._lock:
-            audit, (of, known) = self._audit, self._estimated
+            audit, (of, estimates) = self._audit, self._estimated
         if of is not audit:
-            known = (("firing", audit.firing_recall), ("top", audit.top_recall))
+            estimates = (("firing", audit.firing_recall), ("top", audit.top_recall))
             with self._lock:
-                self._estimated = (audit, known)
-        return known
+                self._estimated = (audit, estimates)
+        return estimates
 
 
 class Arenas:
-    """Adds up the arenas of a process; what one has counted stays when it goes."""
+    """Adds up the arenas of a process; counts outlive their arena."""
 
     def __init__(self) -> None:
         self._counts = Counter[str]()
@@ -92,13 +87,13 @@ class Arenas:
         return self._any
 
     def add(self, arena: Any) -> None:
-        """Count one, too, from its beginning."""
+        """Count an arena from its beginning."""
         with self._lock:
             self._any = True
             self._known.setdefault(arena, Counter())
 
     def read(self) -> tuple[Counter[str], Counter[str]]:
-        """Return what all have counted so far, and the slots of those that there are."""
+        """Return all counts so far, and the slots of live arenas."""
         slots = Counter[str]()
         with self._lock:
             for arena, before in list(self._known.items()):

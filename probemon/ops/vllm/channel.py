@@ -1,10 +1,4 @@
-"""Channel: the messages of a worker on their way to its client, never waited for.
-
-channel = Channel("ipc:///tmp/scores", high_water_mark=10_000)
-channel.send(lambda sequence: Ended(sequence, ...))
-channel.n_sent, channel.n_dropped
-channel.close()
-"""
+"""Sends a worker's messages to its client without waiting."""
 
 from __future__ import annotations
 
@@ -14,14 +8,11 @@ from collections.abc import Callable
 from probemon.errors import MissingExtra
 from probemon.ops.vllm.messages import Message, pack
 
-_LINGER_MILLISECONDS = 500  # that the end of a worker waits for what is queued
+_LINGER_MILLISECONDS = 500  # for queued messages, when a worker ends
 
 
 class Channel:
-    """Messages are numbered in the order in which they are made; one that finds the queue full is dropped and counted.
-
-    Any thread may send: verdicts of judges come in their own.
-    """
+    """Numbers messages in order; drops and counts those that find the queue full. Any thread may send."""
 
     def __init__(self, address: str, high_water_mark: int) -> None:
         try:
@@ -39,7 +30,7 @@ class Channel:
         self._socket.connect(address)
 
     def send(self, make: Callable[[int], Message]) -> None:
-        """Send `make(sequence)`, or drop it."""
+        """Send or drop `make(sequence)`."""
         with self._lock:
             data = pack(make(self.n_sent + self.n_dropped))
             try:
@@ -50,7 +41,7 @@ class Channel:
                 self.n_sent += 1
 
     def close(self) -> None:
-        """Send what is queued, for half a second at most."""
+        """Send the queue, within half a second."""
         with self._lock:
             self._socket.close()
             self._context.term()

@@ -1,18 +1,11 @@
-"""VllmClient: the scores of a vLLM engine, in the process that asks it for answers.
-
-    from vllm import LLM, SamplingParams
+"""The scores of a vLLM engine, in the process that asks for answers.
 
     with VllmClient("watch.yaml") as client:                       # a deployment file
         llm = LLM(model, **client.engine_arguments())
         outputs = llm.generate(prompts, SamplingParams(max_tokens=50))
-        result = client.result(outputs)                            # a Result: row i is the i-th answer
-        client.events, client.health()
+        result = client.result(outputs)                            # row i is the i-th answer
 
-    engine = AsyncLLM.from_engine_args(AsyncEngineArgs(model, **client.engine_arguments()))
-    async for piece in hold(client, engine.generate(prompt, params, "my-request")):      # of held_answers
-        print(piece.text, end="")                                  # once the score of its token is known
-
-The worker scores and asks the rules, inside the step; a client receives. vLLM itself is needed by the engine alone.
+The worker scores, inside the step; a client receives, without vLLM.
 """
 
 from __future__ import annotations
@@ -31,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from probemon.core.hierarchy import Ints
-from probemon.core.scores import PROMPT, HostState, Scores
+from probemon.core.scores import PROMPT, ModelState, Scores
 from probemon.errors import AlignmentError, ConfigError
 from probemon.manager import DynamicProbeManager
 from probemon.monitor.failures import MAX_KEPT, Failures
@@ -71,13 +64,13 @@ NOT_KNOWN = "its request ended before the engine ran it, or what came of it was 
 
 
 class VllmClient:
-    """Give `deployment`, a file, or `packs`, folders or names of them, with `cascade`, settings of a manager by name.
+    """Give `deployment`, a file, or `packs`, folders or names, with `cascade`, settings of their manager.
 
-    `tokenizer`: for texts in results, and for `hold`; it may be set later (`client.tokenizer = llm.get_tokenizer()`).
-    `stops`: what a rule's stop does: "in_step" ends the row with the token that met the rule, by vLLM's logits
-    processors; "abort" has the client abort the request (`abort_with`), for engines that speculate; "told" nothing.
-    `keep_requests`: how many requests that have ended keep their scores, the newest (None: all); those under way do.
-    `high_water_mark`: how many messages may wait; what comes then is dropped, and its tokens are unseen for that.
+    - `tokenizer`: for texts; may be set later
+    - `stops`: "in_step" ends a sequence with the token that met the rule; "abort" aborts it (`abort_with`), for
+      speculation; "told" only reports
+    - `keep_requests`: ended ones that keep their scores; None: all
+    - `high_water_mark`: messages that may wait; further ones are dropped
 
     Raises `DeploymentError`, `PackError`, `ConfigError`, `MissingExtra`.
     """
@@ -114,18 +107,18 @@ class VllmClient:
         sha256 = watched_sha256(pack, deployment, cascade or {})
         self.settings = replace(settings, sites=tuple(pack.sites), sha256=sha256)
         self.tokenizer = tokenizer
-        self.hello: Hello | None = None  # what the newest worker said of itself
-        self.mismatch: ConfigError | None = None  # once a worker of something else has sent to this client
+        self.hello: Hello | None = None
+        self.mismatch: ConfigError | None = None  # set by a worker with other settings
         self.n_hellos = self.n_steps = 0
-        self.n_untold = 0  # requests that ended since tokens came, and none of theirs had: their rows could not be read
+        self.n_untold = 0  # requests that ended without tokens, since tokens last came
         self.step_seconds = self.in_worker_seconds = 0.0
         self.actions: deque[tuple[Event, str]] = deque(maxlen=MAX_KEPT)
-        self.tokens = Counter[str]()  # every token that came, by why it has no scores: "" for those that have
+        self.tokens = Counter[str]()  # by why they have no scores; "" if they have
         self.failures = Failures()
         self._keep_requests, self._n_lost_before = keep_requests, 0
-        self._logs: OrderedDict[str, RequestLog] = OrderedDict()  # by vLLM's own ids, oldest first
+        self._logs: OrderedDict[str, RequestLog] = OrderedDict()  # by vLLM's ids, oldest first
         self._by_name: dict[str, list[str]] = {}
-        self._over: deque[str] = deque()  # of these, those that have ended, in that order
+        self._over: deque[str] = deque()
         self._listeners: list[Listener] = []
         self._changed = threading.Condition()
         self.receiver = Receiver(self._take, high_water_mark)
@@ -139,48 +132,47 @@ class VllmClient:
         self.close()
 
     def close(self) -> None:
-        """Receive nothing more. What was received stays."""
+        """Receive nothing more."""
         self.receiver.close()
 
     # -- the engine ------------------------------------------------------------------------------
 
     def engine_arguments(self, **arguments: Any) -> dict[str, Any]:
-        """Return the arguments of `LLM` and `AsyncEngineArgs` by which an engine is watched, beside your own.
+        """Return the arguments of `LLM` and `AsyncEngineArgs` for a watched engine, yours included.
 
-        Its processes find this client by an environment variable, which is set here: call it, then make the engine.
+        Call it before the engine is made: it sets an environment variable. Raises `ConfigError`.
         """
         if os.environ.get(FIXED_NAMES, "0") not in ("", "0"):
             raise ConfigError(f"{FIXED_NAMES} is set: requests of one name could not be told apart, so unset it")
         os.environ[CHANNEL_VARIABLE] = self.receiver.address
-        more = arguments.pop("additional_config", {})
+        other_config = arguments.pop("additional_config", {})
         watched: dict[str, Any] = {
             "worker_cls": WORKER,
-            "additional_config": {**more, CONFIG_KEY: self.settings.as_config()},
+            "additional_config": {**other_config, CONFIG_KEY: self.settings.as_config()},
         }
         for name in watched.keys() & arguments.keys():
             raise ConfigError(f"{name} is {arguments[name]!r}: probemon's worker is one itself, so leave it out")
         if self.settings.stop:
             watched["logits_processors"] = [*arguments.pop("logits_processors", ()), STOP_ROWS]
-        # A step that begins before the one before it was read was never seen attributed right.
+        # Asynchronous scheduling is untested: a step begins before the last one was read.
         return {"async_scheduling": False, **arguments, **watched}
 
     def abort_with(self, engine: Any) -> None:
-        """Have an `AsyncLLM` abort each answer at which a rule stops, with `stops="abort"`. Call it in the engine's
-        event loop.
+        """With `stops="abort"`, abort the answers of an `AsyncLLM` at which a rule stops. Call it in the engine's event
+        loop.
 
-        Of several answers to one request (`n`) that one alone is aborted. Tokens that were scheduled by then still
-        come; `hold` shows none of them. What an abort raises is in `client.failures`.
+        Errors of aborts are in `client.failures`.
         """
         if self.stops != ABORT:
             raise ConfigError(f"this client has stops={self.stops!r}: give stops='abort'")
         if not asyncio.iscoroutinefunction(getattr(engine, "abort", None)):
             raise ConfigError(f"engine is {engine!r:.100}: give an AsyncLLM, whose abort() is awaited")
         loop = asyncio.get_running_loop()
-        under_way = set[asyncio.Task[None]]()  # a loop itself holds its tasks weakly
+        under_way = set[asyncio.Task[None]]()  # a loop holds its tasks weakly
 
         async def abort(request: str) -> None:
             try:
-                await engine.abort(request, internal=True)  # vLLM's own id: a name stands for all answers of a request
+                await engine.abort(request, internal=True)  # vLLM's id: a name covers all answers
             except Exception as error:
                 self.failures.add("an abort", error)
 
@@ -190,29 +182,27 @@ class VllmClient:
             task.add_done_callback(under_way.discard)
 
         def aborting(message: Message) -> None:
-            if isinstance(message, RuleMet) and ends_row(message):  # a coroutine is made in the loop: it may be closed
+            if isinstance(message, RuleMet) and ends_row(message):
                 loop.call_soon_threadsafe(begin, message.event["request"])
 
         self.listen(aborting)
 
     @property
     def events(self) -> list[Event]:
-        """Return the newest 1,000 events of rules, whatever their action."""
+        """The newest 1,000 events."""
         return [event for event, _ in list(self.actions)]
 
     def listen(self, listener: Listener) -> None:
-        """Call `listener(message)` for everything that comes from now on, in the thread that receives."""
+        """Call `listener(message)` for new messages, in the receiving thread."""
         self._listeners.append(listener)
 
     # -- what came -------------------------------------------------------------------------------
 
     def result(self, out: Any, *, timeout_seconds: float = 10.0) -> Result:
-        """Return the scores of one of the engine's outputs, or of several: a row for each answer of each.
+        """Return the scores of one or several outputs of the engine, one row per answer.
 
-        `out`: a `RequestOutput` of vLLM that is finished and whole, or what has its `request_id`, `prompt_token_ids`
-        and `outputs`, each with `index` and `token_ids`. Waits at most `timeout_seconds` for scores under way. Raises
-        `AlignmentError` where the tokens are not those that the engine ran, or not all of them, and `ConfigError` once
-        an engine that watches something else has found this client.
+        `out`: finished `RequestOutput`s, or the like. Waits up to `timeout_seconds` for scores. Raises `AlignmentError`
+        if the engine ran other tokens, or more; `ConfigError` if an engine with other settings found this client.
         """
         self.check()
         began = time.monotonic()
@@ -242,35 +232,33 @@ class VllmClient:
         return result
 
     def log_of(self, request: str) -> RequestLog | None:
-        """Return what came of the newest request of a name, or of the one with this id of vLLM's own; None where
-        nothing has come, or is kept.
-        """
+        """Return the newest log of a name, or of vLLM's id; None if there is none."""
         return next(iter(self.logs_of(request)), None)
 
     def logs_of(self, request: str) -> list[RequestLog]:
-        """Return what came of all requests of a name, the newest first, or of the one with this id of vLLM's own."""
+        """Return all logs of a name, newest first, or of vLLM's id."""
         with self._changed:
             if request in self._logs:
                 return [self._logs[request]]
-            return [self._logs[own] for own in reversed(self._by_name.get(request, ()))]
+            return [self._logs[request_id] for request_id in reversed(self._by_name.get(request, ()))]
 
     def check(self) -> None:
-        """Raise `ConfigError` once an engine that watches something else has found this client."""
+        """Raise `ConfigError` if an engine with other settings found this client."""
         if self.mismatch is not None:
             raise self.mismatch
 
     def wait(self, ready: Callable[[], bool], timeout_seconds: float) -> bool:
-        """Wait until `ready()`, which is asked after every message; return whether it is."""
+        """Wait until `ready()`, called after every message; return its result."""
         with self._changed:
             return self._changed.wait_for(ready, timeout_seconds)
 
     def requests(self) -> list[RequestLog]:
-        """Return the requests whose scores are kept, oldest first."""
+        """Return the kept requests, oldest first."""
         with self._changed:
             return list(self._logs.values())
 
     def health(self) -> Health:
-        """Say whether the worker sees what the engine runs, and whether what it says comes. It runs nothing."""
+        """Return the health of worker and messages."""
         return client_health(self)
 
     # -- inside ----------------------------------------------------------------------------------
@@ -279,7 +267,7 @@ class VllmClient:
         with self._changed:
             if isinstance(message, Hello):
                 self._begin(message)
-            elif self.mismatch is not None:  # its probes may be others; which worker sent it is not told
+            elif self.mismatch is not None:
                 return
             elif isinstance(message, StepTokens):
                 self._add(message)
@@ -297,7 +285,7 @@ class VllmClient:
             self.failures.call("a listener", listener, message)
 
     def _begin(self, message: Hello) -> None:
-        """Take that an engine begins: what was under way in the one before it has ended."""
+        """End all requests of the previous engine."""
         self.hello, self.n_hellos, self.n_untold = message, self.n_hellos + 1, 0
         for log in [log for log in self._logs.values() if log.under_way]:
             self._end(log, None)
@@ -305,7 +293,7 @@ class VllmClient:
             self.mismatch = self.mismatch or ConfigError(
                 f"a worker watches {message.sha256[:16]}, this client {self.settings.sha256[:16]}: another engine found"
                 " this client's address, and no scores are taken any more. Make each engine after engine_arguments() of"
-                " its client, both anew"
+                " its client, and create both again"
             )
 
     def _add(self, message: StepTokens) -> None:
@@ -320,7 +308,7 @@ class VllmClient:
         n_drafts = 0 if self.hello is None else self.hello.n_drafts
         log = self._logs[head.request] = RequestLog(head, self.manager.pack.n_probes, n_drafts)
         self._by_name.setdefault(name_of(head.request), []).append(head.request)
-        if self._keep_requests is not None and self.receiver.n_lost:  # the message of an end may have been dropped
+        if self._keep_requests is not None and self.receiver.n_lost:  # its end may have been dropped
             silent = [one for one in self._logs.values() if one.under_way and one.n_lost < self.receiver.n_lost]
             for one in silent[: max(0, len(silent) - 1 - self._keep_requests)]:  # the new one is among them
                 self._end(one, None)
@@ -332,13 +320,12 @@ class VllmClient:
         if log is not None and ends_row(message):
             log.meet(event)
         for i, (one, action) in enumerate(self.actions):
-            if event.verdict is not None and _same(one, event):  # asked before, and now ruled
+            if event.verdict is not None and _same(one, event):
                 self.actions[i] = event, action
                 return
         self.actions.append((event, message.action))
 
     def _end(self, log: RequestLog, message: Ended | None) -> None:
-        """Take the end of a request, and forget those that ended first."""
         log.end(message, self.receiver.n_lost)
         self._over.append(log.request)
         while self._keep_requests is not None and len(self._over) > self._keep_requests:
@@ -352,30 +339,27 @@ class VllmClient:
     def _tokens(
         self, output: Any, answer: Any, ids: Ints, began: float, timeout_seconds: float
     ) -> tuple[RequestLog | None, RecordedTokens]:
-        """Return the tokens of an answer, and what they were made of; None where the engine ran nothing of it.
-
-        A name may have been used before: what it is made of has the tokens of the answer.
-        """
+        """Return an answer's log and tokens; None if the engine ran nothing. Names may repeat."""
         n_prompt, n_outputs = len(output.prompt_token_ids), len(output.outputs)
         cached = getattr(output, "num_cached_tokens", None) if n_outputs == 1 and len(answer.token_ids) else None
         cut_short = is_cut_short(getattr(answer, "finish_reason", None), getattr(answer, "stop_reason", None))
         wrong: dict[str, AlignmentError] = {}
         n_run = len(ids) - (len(ids) > n_prompt)
 
-        def known() -> Iterator[RequestLog]:
+        def candidates() -> Iterator[RequestLog]:
             for name in names_of_output(output.request_id, answer.index, n_outputs):
                 yield from (log for log in self.logs_of(name) if log.request not in wrong)
 
         def is_complete(log: RequestLog, with_end: bool) -> bool:
             whole = log.is_whole(n_run, with_end=with_end)
-            of_all = log.ended is None or log.ended.n_columns >= n_run  # else of a shorter answer of its name
-            return whole and of_all and (cached is None or cached == log.first_column)
+            full_length = log.ended is None or log.ended.n_columns >= n_run  # else a shorter answer of the same name
+            return whole and full_length and (cached is None or cached == log.first_column)
 
-        def of_best(*, complete: bool, with_end: bool = False) -> tuple[RequestLog, RecordedTokens] | None:
-            """Return the log with the most scores of the answer, of several such the newest: all have its tokens."""
+        def best_match(*, complete: bool, with_end: bool = False) -> tuple[RequestLog, RecordedTokens] | None:
+            """Return the log with the most scores, the newest of several."""
             fitting = list[tuple[RequestLog, RecordedTokens]]()
-            for log in known():
-                # vLLM counts once, as the log does; an abort may come before it counts.
+            for log in candidates():
+                # vLLM counts once, as the log does; an abort may come before.
                 is_other = cached not in (None, log.first_column) and not cut_short
                 if is_complete(log, with_end) if complete else not is_other:
                     lost = log.lost(self.receiver.n_lost)
@@ -389,18 +373,18 @@ class VllmClient:
 
             return max(fitting, key=rank, default=None)
 
-        # An end comes soon after its answer; but of an engine in this process with the next step, which nobody may ask.
+        # An end comes soon; with an engine in this process only in the next step.
         for with_end, seconds in ((True, min(END_SECONDS, timeout_seconds)), (False, timeout_seconds)):
             end = began + seconds
-            while self.wait(lambda: any(is_complete(log, with_end) for log in known()), end - time.monotonic()):  # noqa: B023
+            while self.wait(lambda: any(is_complete(log, with_end) for log in candidates()), end - time.monotonic()):  # noqa: B023
                 with self._changed:
-                    made = of_best(complete=True, with_end=with_end)
-                if made is not None:
-                    return made
-        with self._changed:  # what there is, in time
-            made = of_best(complete=False)
-        if made is not None:
-            return made
+                    match = best_match(complete=True, with_end=with_end)
+                if match is not None:
+                    return match
+        with self._changed:
+            match = best_match(complete=False)
+        if match is not None:
+            return match
         if wrong:
             raise next(iter(wrong.values()))
         if len(ids) > n_prompt:
@@ -416,7 +400,7 @@ class VllmClient:
 def _opened(
     deployment: Deployment | None, packs: Sequence[str], cascade: Mapping[str, Any]
 ) -> tuple[DynamicProbeManager, list[Rule]]:
-    """Return a manager of what is watched, and the rules. It shows no metrics and writes no sinks: the worker does."""
+    """Return manager and rules; metrics and sinks are the worker's."""
     if deployment is None:
         chosen: Any = packs[0] if len(packs) == 1 else list(packs)
         return DynamicProbeManager(chosen, **cascade), []
@@ -430,16 +414,16 @@ def _opened(
 
 
 def ends_row(message: RuleMet) -> bool:
-    """Whether a row is to end for what was met, by its rule or by the judge that was asked."""
+    """True if a rule or its judge ends the sequence."""
     verdict = message.event.get("verdict") or {}
     return message.action == "stop" or verdict.get("ruling") == "stop"
 
 
-def host_of(hello: Hello) -> HostState:
-    """Return what the worker said of its host."""
+def host_of(hello: Hello) -> ModelState:
+    """Return the model state that a worker reported."""
     fields = {name: tuple(value) if isinstance(value, list) else value for name, value in hello.host.items()}
     scales = tuple((str(name), float(scale)) for name, scale in fields.get("adapter_scales", ()))
-    return HostState(**{**fields, "adapter_scales": scales})  # type: ignore[arg-type]
+    return ModelState(**{**fields, "adapter_scales": scales})  # type: ignore[arg-type]
 
 
 def _not_run(ids: Ints, n_probes: int, reason: str) -> RecordedTokens:
@@ -449,5 +433,5 @@ def _not_run(ids: Ints, n_probes: int, reason: str) -> RecordedTokens:
 
 
 def _same(one: Event, other: Event) -> bool:
-    """Whether an event is another one, apart from its verdict."""
+    """True for the same event, apart from its verdict."""
     return replace(one, verdict=None) == replace(other, verdict=None)

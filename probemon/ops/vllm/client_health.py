@@ -1,7 +1,4 @@
-"""The health of a client of vLLM: whether its worker sees what the engine runs, and whether what it says arrives.
-
-client_health(client).ok
-"""
+"""The health of a vLLM client: its worker and its messages."""
 
 from __future__ import annotations
 
@@ -16,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def client_health(client: VllmClient) -> Health:
-    """Return it from what has come by now."""
+    """Return it from the messages so far."""
     return Health((_worker(client), _channel(client), _tokens(client), _callbacks(client)))
 
 
@@ -26,7 +23,7 @@ def _worker(client: VllmClient) -> Check:
         remedy = "Make the engine with client.engine_arguments(), after this client, in this process or a child of it."
         return Check("worker", FAILED, "no worker has said that it begins", remedy)
     if client.n_untold:
-        what = f"{client.n_untold:,} requests have ended of which no token could be told, and none since of any other"
+        what = f"{client.n_untold:,} requests ended without any readable token, and no other has had one since"
         return Check(
             "worker",
             FAILED,
@@ -42,7 +39,7 @@ def _channel(client: VllmClient) -> Check:
     receiver = client.receiver
     if receiver.failure is not None:
         what = f"a message could not be read ({type(receiver.failure).__name__}: {receiver.failure})"
-        return Check("channel", FAILED, what, "Run engine and client with the same probemon, and make both anew.")
+        return Check("channel", FAILED, what, "Run engine and client with the same probemon, and create both again.")
     n_all = receiver.n_messages + receiver.n_lost
     if receiver.n_lost:
         what = f"{receiver.n_lost:,} of {n_all:,} messages were dropped before this client read them"
@@ -53,7 +50,7 @@ def _channel(client: VllmClient) -> Check:
 
 def _tokens(client: VllmClient) -> Check:
     tokens = dict(client.tokens)
-    tokens.pop(CACHED, None)  # of a request that ran again after preemption: no fault of anybody's
+    tokens.pop(CACHED, None)  # run again after preemption
     n_all, n_seen = sum(tokens.values()), tokens.pop("", 0)
     if not tokens:
         return Check("tokens", OK, f"all {n_all:,} tokens that the engine ran have scores")

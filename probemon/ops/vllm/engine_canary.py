@@ -1,11 +1,6 @@
-"""A first forward of the engine, and whether its states are those of the layers that were asked for.
+"""Compares states of the engine's first forward with those of the layers asked for.
 
-    reference = reference_states(model, ids)                     # of transformers, after every layer [L, T, D]
-    figures = judge(taken, reference, tolerance=1e-3)            # raises Blind
-    figures = judge_alone(taken)                                 # without a reference: there, finite, different
-
-A graph that was compiled for other layers, a layer that was set too late, a hook that is lost: each hands out states of
-the right shape, which only a comparison tells from the right ones.
+A graph compiled for other layers, or a lost hook, gives wrong states of the right shape.
 """
 
 from __future__ import annotations
@@ -22,17 +17,17 @@ from probemon.errors import Blind
 from probemon.host.model import find_layers
 
 N_TOKENS = 24
-TOLERANCES = {torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.1}  # of states, relative, their mean
+TOLERANCES = {torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.1}  # mean relative distances
 
 
 def canary_ids(n_vocabulary: int) -> list[int]:
-    """Return tokens for the forward, the same at every start."""
+    """Return tokens, the same at every start."""
     ids: list[int] = np.random.default_rng(0).integers(0, n_vocabulary, N_TOKENS).tolist()
     return ids
 
 
 def reference_states(model: Any, ids: list[int]) -> Tensor:
-    """Return the states of transformers' own model after each of its layers, fp32 `[L, T, D]`."""
+    """Return transformers' states after each layer, fp32 `[L, T, D]`."""
     decoder, layers = find_layers(model)
     taken: list[Tensor] = []
 
@@ -51,36 +46,33 @@ def reference_states(model: Any, ids: list[int]) -> Tensor:
 
 
 def judge(taken: Mapping[str, Tensor], reference: Tensor, tolerance: float | None) -> dict[str, Any]:
-    """Return figures of the comparison by site; `tolerance` None asks only that no other layer is nearer.
+    """Return figures by site. Raises `Blind` if the states are not those of the site.
 
-    Raises `Blind` where the states are not those of the site.
+    `tolerance` None: only no other layer may be nearer.
     """
     figures = judge_alone(taken)
     for site, states in taken.items():
         _, layer = parse_site(site)
         apart = _relative(states.float().cpu(), reference)
-        nearest, own = int(apart.argmin()), float(apart[layer])
+        nearest, gap = int(apart.argmin()), float(apart[layer])
         if nearest != layer:
             raise Blind(
                 f"the states that vLLM hands out for {site} are those of layer {nearest} ({float(apart[nearest]):.1e}"
-                f" apart from transformers' states of it, {own:.1e} from those of layer {layer}): its graph was"
+                f" apart from transformers' states of it, {gap:.1e} from those of layer {layer}): its graph was"
                 " compiled for other layers. Remove its cache of compiled graphs (VLLM_DISABLE_COMPILE_CACHE=1)"
             )
-        if tolerance is not None and own > tolerance:
+        if tolerance is not None and gap > tolerance:
             raise Blind(
-                f"the states that vLLM hands out for {site} are {own:.1e} apart from those of transformers on the same"
-                f" weights, at most {tolerance:.0e} may be: probes were trained on the latter. Where the engine"
+                f"the states that vLLM hands out for {site} are {gap:.1e} apart from those of transformers on the same"
+                f" weights, at most {tolerance:.0e} may be: probes were trained on the latter. If the engine"
                 " computes otherwise by intent, give canary='layers'"
             )
-        figures[site] |= {"relative_l2": own, "nearest_layer": nearest}
+        figures[site] |= {"relative_l2": gap, "nearest_layer": nearest}
     return figures
 
 
 def judge_alone(taken: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Return figures of states by site, once they are there, finite, and differ by token and by site.
-
-    Raises `Blind`.
-    """
+    """Check that states are finite, and differ by token and by site; return figures. Raises `Blind`."""
     figures: dict[str, Any] = {}
     for site, states in taken.items():
         values = states.float().cpu()
@@ -94,5 +86,5 @@ def judge_alone(taken: Mapping[str, Tensor]) -> dict[str, Any]:
 
 
 def _relative(states: Tensor, reference: Tensor) -> Tensor:
-    """Return how far states `[T, D]` are from those of each layer, relative to these: means over tokens, `[L]`."""
+    """Return the mean relative distance of states `[T, D]` from each layer's, `[L]`."""
     return ((reference - states).norm(dim=2) / reference.norm(dim=2).clamp_min(1e-30)).mean(dim=1)

@@ -1,12 +1,8 @@
-"""EngineWatch: one run over the requests of a vLLM worker, and what it tells its client.
+"""One run over the requests of a vLLM worker, reported to its client.
 
-    watch = EngineWatch(manager, settings, host, channel, tokenizer)
-    watch.begin_step(scheduler_output)                       # before the model runs: who ends, begins, runs again
-    watch.step(rows, n_drafts, states, began)                # after it: scored, judged, told
-    watch.settle(n_accepted)                                 # with speculation, after sampling
-    watch.close()
-
-It needs nothing of vLLM's but the attributes of a `SchedulerOutput`.
+watch.begin_step(scheduler_output)                       # before the model runs
+watch.step(rows, n_drafts, states)                       # after it
+watch.settle(n_accepted)                                 # with speculation, after sampling
 """
 
 from __future__ import annotations
@@ -21,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from probemon.core.scores import HostState, Scores
+from probemon.core.scores import ModelState, Scores
 from probemon.errors import AlignmentError
 from probemon.manager import DynamicProbeManager
 from probemon.monitor.breaker import Breaker
@@ -41,16 +37,13 @@ LOG = logging.getLogger("probemon")
 
 
 class EngineWatch:
-    """`run`: the run, a `MonitorRun` like any other; `n_steps` were scored, in so many `seconds`.
-
-    `tokenizer`: for rules that ask a judge.
-    """
+    """`run`: a `MonitorRun`; `n_steps` were scored, in `seconds`. `tokenizer`: for judges."""
 
     def __init__(
         self,
         manager: DynamicProbeManager,
         settings: WorkerSettings,
-        host: HostState,
+        host: ModelState,
         channel: Channel,
         model: Any,
         tokenizer: Any = None,
@@ -58,7 +51,7 @@ class EngineWatch:
         self.n_steps, self.seconds, self.ended = 0, 0.0, Counter[str]()
         self._channel, self._stop = channel, settings.stop
         deployment = manager.deployment
-        # An error of scoring must not end the requests of all, so there is a breaker where the file names none.
+        # Scoring errors must not end all requests, so there is always a breaker.
         breaker = Breaker() if deployment is None or deployment.breaker is None else deployment.breaker
         self.run = MonitorRun(
             manager,
@@ -74,43 +67,43 @@ class EngineWatch:
         self.requests = source
         self.requests.score_together = self.run.scorer.score_together
         self._entries: list[tuple[Recording, PlacedTokens, Scores, int]] = []
-        self._began = (0.0, 0.0)  # the newest step, by time.time() and time.perf_counter()
+        self._began = (0.0, 0.0)  # of the newest step: time.time(), time.perf_counter()
         self.run.__enter__()
 
     def begin_step(self, scheduled: Any) -> None:
-        """Take what the scheduler says of requests, before the model runs a step."""
+        """Take the scheduler's requests, before a step."""
         self._began = (time.time(), time.perf_counter())
         for request in scheduled.finished_req_ids:
             self._end(request)
         for new in scheduled.scheduled_new_reqs:
             try:
                 self._begin(new)
-            except AlignmentError as error:  # its rows will be a gap
+            except AlignmentError as error:
                 LOG.error("request %s cannot be followed: %s", new.req_id, error)
         cached = scheduled.scheduled_cached_reqs
         for request in cached.resumed_req_ids:
             self._resume(request, cached.all_token_ids.get(request))
 
     def step(self, rows: StepRows, n_drafts: Mapping[str, int], states: States) -> list[int]:
-        """Score a step that has run, and tell of it; return which of its requests are to end, by their place in it."""
+        """Score and report a step; return the indices of requests that end."""
         begin = time.perf_counter()
         self.requests.step(rows, n_drafts, states, self._began[1])
         self._tell(time.perf_counter() - begin)
         return self.requests.stopping(rows.requests) if self._stop else []
 
     def settle(self, n_accepted: Mapping[str, int]) -> None:
-        """Score the drafts of the newest step that stay, and tell of them."""
+        """Score and report accepted drafts."""
         begin = time.perf_counter()
         self.requests.settle(n_accepted)
         self._tell(time.perf_counter() - begin)
 
     def lose(self, requests: Sequence[str], error: Exception) -> None:
-        """Score nothing more of requests whose step could not be read, or told of."""
+        """Stop scoring requests whose step could not be read, or reported."""
         self._entries = []
         self.requests.lose(requests, error)
 
     def stats(self) -> dict[str, Any]:
-        """Return what it did so far, as JSON."""
+        """Return counts as JSON."""
         return {
             "steps": self.n_steps,
             "seconds": self.seconds,
@@ -124,7 +117,7 @@ class EngineWatch:
         }
 
     def close(self) -> None:
-        """End the run; requests that are under way are not told of any more."""
+        """End the run, and report nothing more."""
         self.run.__exit__(None, None, None)
         self._channel.close()
 
@@ -132,7 +125,7 @@ class EngineWatch:
 
     def _begin(self, new: Any) -> None:
         prompt, unseen = new.prompt_token_ids, unseen_request(new)
-        if self.requests.knows(new.req_id):  # the second kind of model runner is told so of one that runs again
+        if self.requests.knows(new.req_id):  # the v2 runner reports resumed requests as new
             self._resume(new.req_id, getattr(new, "prefill_token_ids", None) or prompt)
             return
         if prompt is None:
@@ -156,11 +149,10 @@ class EngineWatch:
         )
 
     def take(self, batch: Batch, scores: Scores) -> None:
-        """Keep what was scored, until the step is told."""
+        """Keep scores until the step is reported."""
         self._entries.append((batch.recording, batch.placed, scores, batch.watch.number))
 
     def _tell(self, seconds: float) -> None:
-        """Send what was scored since the last time, as one message."""
         self.seconds += seconds
         if not self._entries:
             return
@@ -194,7 +186,7 @@ def _head(recording: Recording) -> RequestHead:
 
 
 class _Teller(Follower):
-    """Hands scores to the watch, and tells the client of rules that were met, at once."""
+    """Keeps scores, and reports rules at once."""
 
     def __init__(self, watch: EngineWatch, channel: Channel, stops: bool) -> None:
         self._watch, self._channel, self._stops = watch, channel, stops

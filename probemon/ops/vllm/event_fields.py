@@ -1,7 +1,4 @@
-"""Events as the worker tells them: fields of JSON into an `Event`.
-
-event = event_of(message.event)
-"""
+"""Events from a worker's JSON fields."""
 
 from __future__ import annotations
 
@@ -13,7 +10,7 @@ from probemon.ops.judges.judge_desk import Verdict
 
 
 def event_of(fields: Mapping[str, Any]) -> Event:
-    """Return an event of its fields. What memories read is not told: such hosts are not watched in vLLM."""
+    """Return the event. Models with memories are not watched in vLLM."""
     verdict = fields.get("verdict")
     return Event(
         **{

@@ -1,11 +1,10 @@
-"""hold: an answer as it comes, each token once its own score is known, so that a stop hides what caused it.
+"""Shows each token of an answer once its score is known, so that a stop hides its cause.
 
 async for piece in hold(client, engine.generate(prompt, params, "my-request")):
     print(piece.text, end="")
-piece.event, piece.n_withheld               # of the last piece: which rule stopped it, and what is not shown
 
-A token's score comes with the step that reads it, before the token after it: what is held is one token. The last one is
-never run, so it is not shown, unless `show_last` asks for it.
+A token's score comes with the next step, so one token is held. The last one is never run, and shown only with
+`show_last`.
 """
 
 from __future__ import annotations
@@ -24,8 +23,8 @@ from probemon.util.token_texts import TokenTexts
 
 @dataclass(frozen=True)
 class HeldPiece:
-    """Tokens whose scores are known: their `ids` and `text`. The last piece of an answer is `finished`, and says which
-    `event` stopped it, where a rule did, and how many tokens were generated and are not shown.
+    """Tokens with known scores. The last piece is `finished`, with the `event` that stopped it and the number of
+    hidden tokens.
     """
 
     ids: tuple[int, ...]
@@ -43,10 +42,10 @@ async def hold(
     show_last: bool = False,
     wait_seconds: float = 10.0,
 ) -> AsyncIterator[HeldPiece]:
-    """Yield the pieces of one answer. `outputs`: what `AsyncLLM.generate` yields, one answer to a request.
+    """Yield the pieces of one answer of `AsyncLLM.generate`. Raises `ConfigError` without a tokenizer.
 
-    `delta`: each of them has the new tokens alone (`RequestOutputKind.DELTA`). A token whose score does not come within
-    `wait_seconds`, or that has none, ends what is shown. Raises `ConfigError` without a tokenizer.
+    - `delta`: outputs have the new tokens only (`RequestOutputKind.DELTA`)
+    - `wait_seconds`: for a score; without one, nothing more is shown
     """
     tokenizer = client.tokenizer
     if tokenizer is None:
@@ -63,9 +62,9 @@ async def hold(
         answer.grow(output.request_id, list(output.prompt_token_ids or ()), ids)
         n_known = await answer.n_known(wait_seconds)
         if n_known > n_shown:
-            some = ids[n_shown:n_known]
+            shown_ids = ids[n_shown:n_known]
             n_shown = n_known
-            yield HeldPiece(tuple(some), "".join(map(texts.add, some)))
+            yield HeldPiece(tuple(shown_ids), "".join(map(texts.add, shown_ids)))
     log = answer.log()
     stopped = log is not None and log.stop_column is not None
     if show_last and not stopped and ids and n_shown == len(ids) - 1:
@@ -75,18 +74,18 @@ async def hold(
 
 
 class _Answer:
-    """The tokens of an answer so far, and the log that has the same: a name may have been used by another request."""
+    """The tokens of an answer, and its log; names may repeat."""
 
     def __init__(self, client: VllmClient) -> None:
         self._client, self._request, self._ids, self._n_prompt = client, "", list[int](), 0
-        self._n_same: dict[str, int] = {}  # by vLLM's own id, how many tokens were compared; -1: it has others
+        self._n_same: dict[str, int] = {}
 
     def grow(self, request: str, prompt: list[int], ids: list[int]) -> None:
-        """Take what has come by now: prompt, and all that was generated."""
+        """Set prompt and generated tokens."""
         self._request, self._n_prompt, self._ids = request, len(prompt), [*prompt, *ids]
 
     def log(self) -> RequestLog | None:
-        """Return the newest log whose tokens are those of the answer, as far as either has them."""
+        """Return the newest log with the answer's tokens."""
         for log in self._client.logs_of(self._request):
             n_same = self._n_same.get(log.request, 0)
             if n_same >= 0 and log.n_prompt == self._n_prompt and log.first_difference(self._ids, n_same) is None:
@@ -96,7 +95,7 @@ class _Answer:
         return None
 
     async def n_known(self, wait_seconds: float) -> int:
-        """Return how many generated tokens may be shown, once that is known of all that the host has run by now."""
+        """Return how many generated tokens may be shown, once that is known."""
         n_run = len(self._ids) - 1
 
         def ready() -> bool:

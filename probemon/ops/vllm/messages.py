@@ -1,14 +1,10 @@
-"""What a worker is told at its start, and what it says to its client.
+"""A worker's settings, and its messages to the client.
 
-    settings = WorkerSettings(deployment="watch.yaml", sites=("resid_post.15",), sha256="...", channel="ipc:///tmp/a")
     LLM(..., worker_cls=WORKER, additional_config={CONFIG_KEY: settings.as_config()})
-    message = unpack(socket.recv())             # Hello, StepTokens, RuleMet or Ended; RequestScores over HTTP
-    data = pack(message)
+    message = unpack(socket.recv())             # Hello, StepTokens, RuleMet, Ended or RequestScores
 
-The client binds a PULL socket to the address before the engine starts; the worker connects a PUSH socket to it and
-never waits: what finds the queue full is dropped. `sequence` counts every message from 0, the dropped ones too, so a
-hole in it says how many were lost. Messages are maps of msgpack, arrays in them a dtype and bytes; both environments
-need `msgpack` and `pyzmq`.
+The client binds a PULL socket before the engine starts; the worker connects a PUSH socket. `sequence` counts all
+messages, also dropped ones.
 """
 
 from __future__ import annotations
@@ -27,7 +23,7 @@ from probemon.errors import ConfigError
 WORKER = "probemon.ops.vllm.worker.ProbeWorker"
 CONFIG_KEY = "probemon"
 CHANNEL_VARIABLE = "PROBEMON_VLLM_CHANNEL"
-VERSION = 2  # of these messages
+VERSION = 2
 CANARIES = ("weights", "layers")
 _DTYPES = ("|b1", "|i1", "<i4", "<i8", "<f4")
 _COVERAGE = (*COUNTS, *AUDITED, "far")
@@ -36,18 +32,16 @@ Array = npt.NDArray[Any]
 
 @dataclass(frozen=True)
 class WorkerSettings:
-    """What `additional_config["probemon"]` holds. vLLM hashes all of it into the name of its compiled graphs, so
-    `sites` and `sha256` keep it from using a graph that was compiled for other layers.
+    """`additional_config["probemon"]`, which vLLM hashes into the names of compiled graphs.
 
-    Give `deployment`, a file, or `packs`, folders or names of them, with `cascade`, settings of a manager by name.
-    `sha256`: of what is watched; the worker compares (`probemon.ops.vllm.watched.watched_sha256`).
-    `sites`: what the packs read, in their order.
-    `channel`: the address of the client, "" for that in the variable `PROBEMON_VLLM_CHANNEL`: an address that is new
-    at every start belongs there, for in here it would have the graphs compiled anew.
-    `stop`: a rule's stop ends its row inside the step, by `probemon.ops.vllm.stop`; without it stops are only told.
-    `canary`: "weights" compares the states of a first forward with those of transformers on the same weights,
-    "layers" only asks that they are there, finite and differ.
-    `high_water_mark`: how many messages may wait for the client.
+    - `deployment`: a file; or `packs` with `cascade`, settings of their manager
+    - `sha256`: of what is watched (`watched_sha256`); the worker compares
+    - `sites`: of the packs, in order
+    - `channel`: the client's address; "": the variable `PROBEMON_VLLM_CHANNEL`, so that a new address recompiles
+      nothing
+    - `stop`: rules stop inside the step; else stops are only reported
+    - `canary`: "weights" compares states with transformers, "layers" checks that they are finite and differ
+    - `high_water_mark`: messages that may wait
     """
 
     deployment: str = ""
@@ -69,33 +63,36 @@ class WorkerSettings:
             raise ConfigError(f"high_water_mark is {self.high_water_mark}: give 1 or more messages")
 
     def as_config(self) -> dict[str, Any]:
-        """Return it as the JSON that `additional_config` takes."""
+        """Return it as JSON."""
         return {**dataclasses.asdict(self), "packs": list(self.packs), "sites": list(self.sites)}
 
     @classmethod
     def of_config(cls, additional_config: Any) -> WorkerSettings:
-        """Read it from `additional_config`. Raises `ConfigError`."""
-        given = additional_config.get(CONFIG_KEY) if isinstance(additional_config, Mapping) else None
-        if not isinstance(given, Mapping):
+        """Read `additional_config`. Raises `ConfigError`."""
+        settings = additional_config.get(CONFIG_KEY) if isinstance(additional_config, Mapping) else None
+        if not isinstance(settings, Mapping):
             raise ConfigError(
                 f"additional_config has no {CONFIG_KEY!r}: start the engine by `probemon vllm serve`, or give"
                 " WorkerSettings(...).as_config()"
             )
-        known = [one.name for one in dataclasses.fields(cls)]
-        for name in given:
-            if name not in known:
-                raise ConfigError(f"additional_config[{CONFIG_KEY!r}] has {name!r}: its keys are {', '.join(known)}")
-        lists = {name: tuple(given[name]) for name in ("packs", "sites") if name in given}
-        return cls(**{**given, **lists})
+        field_names = [one.name for one in dataclasses.fields(cls)]
+        for name in settings:
+            if name not in field_names:
+                raise ConfigError(
+                    f"additional_config[{CONFIG_KEY!r}] has {name!r}: its keys are {', '.join(field_names)}"
+                )
+        lists = {name: tuple(settings[name]) for name in ("packs", "sites") if name in settings}
+        return cls(**{**settings, **lists})
 
 
 @dataclass(frozen=True)
 class Hello:
-    """The worker begins, and its canary held.
+    """A worker begins, after its canary.
 
-    `way`: "auxiliary" or "hooks", how states are read. `runner`: "v1" or "v2", the model runner of vLLM. `canary`:
-    figures by name. `host`: fields of a `HostState`. `n_drafts`: how many tokens are drafted a step, 0 without
-    speculation.
+    - `way`: of reading states, "auxiliary" or "hooks"
+    - `runner`: of vLLM, "v1" or "v2"
+    - `host`: fields of a `ModelState`
+    - `n_drafts`: tokens per step, 0 without speculation
     """
 
     kind: ClassVar[str] = "hello"
@@ -117,9 +114,7 @@ class Hello:
 
 @dataclass(frozen=True)
 class RequestHead:
-    """A request of which a step has tokens: vLLM's own id of it, its number in the run, the length of its prompt, and
-    the first column that was run: those before it came from the prefix cache.
-    """
+    """A request in a step: vLLM's id, number in the run, prompt length, first column after the prefix cache."""
 
     request: str
     number: int
@@ -129,12 +124,13 @@ class RequestHead:
 
 @dataclass(frozen=True)
 class StepTokens:
-    """Tokens of one step of the engine, scored before the next ones are sampled; `scores` has one state a token.
+    """Scored tokens of one step, in the order of columns for each request.
 
-    Entry i is the token `ids[i]` at column `columns[i]` of `requests[of_request[i]]`, of phase `phases[i]` (`PROMPT`,
-    `GENERATED`), scored by state `watches[i]` of what is watched; `deployments` names the file of each such state.
-    Tokens of a request come in the order of their columns. `began_seconds`: when the step began, by `time.time()`;
-    `seconds`: what placing and scoring took of it.
+    - `of_request[i]`: index of token i's request
+    - `phases[i]`: `PROMPT` or `GENERATED`
+    - `watches[i]`: number of the watch; `deployments`: file of each
+    - `began_seconds`: by `time.time()`
+    - `seconds`: for placing and scoring
     """
 
     kind: ClassVar[str] = "tokens"
@@ -154,8 +150,8 @@ class StepTokens:
 
 @dataclass(frozen=True)
 class RuleMet:
-    """A rule was met, or a verdict came of it. `event`: the fields of a `probemon.monitor.rules.Event` as JSON, its
-    `request` being vLLM's own id; `action`: by name; `stopping`: its row ends by the stop inside the step.
+    """A rule was met, or has a verdict. `event`: fields of an `Event`; `stopping`: its sequence ends inside the
+    step.
     """
 
     kind: ClassVar[str] = "event"
@@ -167,11 +163,12 @@ class RuleMet:
 
 @dataclass(frozen=True)
 class Ended:
-    """A request left the engine, finished or aborted: no token of it comes after this.
+    """A request left the engine: its last message.
 
-    `n_columns`: how many were run or came from the cache, from the first on; `n_cached` of them came from the cache and
-    `n_again` rows showed columns that had their scores (run again after preemption, or drafts that were rejected).
-    `stop_column`: at which a rule stopped it, -1 for none.
+    - `n_columns`: run or cached
+    - `n_cached`: from the cache
+    - `n_again`: rows of columns with scores (preemption, rejected drafts)
+    - `stop_column`: of a rule's stop, or -1
     """
 
     kind: ClassVar[str] = "ended"
@@ -186,10 +183,7 @@ class Ended:
 
 @dataclass(frozen=True)
 class RequestScores:
-    """All that a client keeps of a request: its `tokens`, and its end, None while it is under way.
-
-    `lost`: messages were dropped while it ran. `n_drafts`: as in `Hello`.
-    """
+    """A client's tokens of a request; `ended` None: under way. `lost`: messages were dropped meanwhile."""
 
     kind: ClassVar[str] = "request"
     sequence: int
@@ -212,7 +206,7 @@ def pack(message: Message) -> bytes:
 
 
 def unpack(data: bytes) -> Message:
-    """Return the message that these bytes are. Raises `ConfigError` for others."""
+    """Return the message. Raises `ConfigError` for other bytes."""
     import msgpack
 
     try:
@@ -220,7 +214,7 @@ def unpack(data: bytes) -> Message:
     except ConfigError:
         raise
     except Exception as error:
-        raise ConfigError(f"these {len(data)} bytes are no message of a probemon worker: {error}") from error
+        raise ConfigError(f"these {len(data)} bytes are not a message of a probemon worker: {error}") from error
 
 
 def _message(fields: Any) -> Message:
@@ -281,7 +275,6 @@ def _plain_scores(scores: Scores) -> dict[str, Any]:
         "n_probes": coverage.n_probes,
         "reasons": reasons,
         "unseen": _plain(np.array([reasons.index(reason) for reason in coverage.unseen], dtype=np.int32)),
-        # most of the counts are 0 at every token
         "counts": {name: _plain(np.asarray(count, dtype=np.int64)) for name, count in counts.items() if count.any()},
     }
 

@@ -1,7 +1,6 @@
-"""EngineRun: what a client receives, counted by `ProcessMetrics` as a run in one process is.
+"""Counts a client's messages with `ProcessMetrics`, like a local run.
 
-metrics = ProcessMetrics(concepts=["weapon"], registry=CollectorRegistry())
-EngineRun(client).follow_with(metrics)                  # from now on; metrics.text()
+EngineRun(client).follow_with(metrics)
 """
 
 from __future__ import annotations
@@ -25,22 +24,22 @@ if TYPE_CHECKING:
 
 
 def process_metrics(deployment: Deployment, pack: AnyPack) -> ProcessMetrics | None:
-    """Return metrics in a registry of their own, with the concepts that a deployment names; None without the extra.
+    """Return metrics in a separate registry, with a deployment's concepts; None without the extra.
 
-    Raises `MissingExtra` where the deployment asks for metrics.
+    Raises `MissingExtra` if the deployment asks for metrics.
     """
     from probemon.ops.telemetry.metrics import ProcessMetrics
 
-    stated = deployment.metrics(pack)
+    section = deployment.metrics(pack)
     try:
         from prometheus_client import CollectorRegistry
     except ImportError:
-        return None if stated is None else ProcessMetrics()  # says what is missing
-    return ProcessMetrics(concepts=[] if stated is None else stated["concepts"], registry=CollectorRegistry())
+        return None if section is None else ProcessMetrics()  # raises MissingExtra
+    return ProcessMetrics(concepts=[] if section is None else section["concepts"], registry=CollectorRegistry())
 
 
 class EngineRun:
-    """What metrics ask of a run. Budgets, breakers and sinks are the worker's, and not told here."""
+    """A run, as metrics need it. Budgets, breakers and sinks are the worker's."""
 
     breaker = None
     followers: tuple[Follower, ...] = ()
@@ -54,18 +53,18 @@ class EngineRun:
 
     @property
     def n_failures(self) -> int:
-        """Return how often listeners of the client raised."""
+        """How often the client's listeners raised."""
         return self._client.failures.n_errors
 
     def follower(self, kind: type) -> None:
-        """Return None: whatever follows the run is the worker's."""
+        """Return None: followers are the worker's."""
 
     def follow_with(self, metrics: ProcessMetrics) -> None:
-        """Let metrics count what comes from now on."""
+        """Count from now on."""
         metrics.began(self)  # type: ignore[arg-type]
 
     def follow(self, follower: Follower) -> None:
-        """Let a follower hear of scores, events and times."""
+        """Add a follower of scores, events and times."""
         self._followers.append(follower)
 
     # -- inside ----------------------------------------------------------------------------------
@@ -87,7 +86,7 @@ class EngineRun:
             which = np.flatnonzero(message.phases == phase)
             counts.append(len(which))
             if len(which):
-                batch: Any = SimpleNamespace(placed=SimpleNamespace(phase=phase), watch=SimpleNamespace(rung=0))
+                batch: Any = SimpleNamespace(placed=SimpleNamespace(phase=phase), watch=SimpleNamespace(degradation=0))
                 follower.scored(batch, message.scores.take(which))
         whole = max(message.seconds, time.time() - message.began_seconds)
         follower.forward(ForwardTime(message.seconds, whole, *counts))

@@ -1,12 +1,6 @@
-"""Receiver: reads what a worker sends, in a thread of its own, and counts what was lost.
+"""Reads a worker's messages in a thread, and counts lost ones.
 
-receiver = Receiver(take, high_water_mark=10_000)       # take(message): called in that thread, in the order of sending
-receiver.address                                         # ipc://..., in a folder that only this user can enter
-receiver.n_lost, receiver.failure
-receiver.close()
-
-What is read is msgpack and never a pickle. The thread ends at `close`; a message that cannot be read ends nothing and
-is kept as the `failure`.
+A message that cannot be read is kept as `failure`.
 """
 
 from __future__ import annotations
@@ -24,7 +18,7 @@ _POLL_MILLISECONDS = 50
 
 
 class Receiver:
-    """`n_messages` were read; `n_lost` messages, by the holes in their sequence, were not."""
+    """`n_messages`: read; `n_lost`: missing in their sequence."""
 
     def __init__(self, take: Callable[[Message], None], high_water_mark: int) -> None:
         try:
@@ -45,7 +39,7 @@ class Receiver:
         self._thread.start()
 
     def close(self) -> None:
-        """End the thread, once it has read what has come."""
+        """Read what has come, and end the thread."""
         if not self._ending.is_set():
             self._ending.set()
             self._thread.join()
@@ -61,13 +55,13 @@ class Receiver:
                 continue
             try:
                 self._read(self._socket.recv())
-            except Exception as error:  # whoever asks is told: see VllmClient.health
+            except Exception as error:  # shown by VllmClient.health
                 self.failure = self.failure or error
 
     def _read(self, data: bytes) -> None:
         message = unpack(data)
         self.n_messages += 1
-        if isinstance(message, Hello):  # an engine began, perhaps anew
+        if isinstance(message, Hello):
             self._next_sequence = message.sequence
         self.n_lost += max(0, message.sequence - self._next_sequence)
         self._next_sequence = message.sequence + 1

@@ -1,17 +1,13 @@
-"""What an engine may not do while it is watched: each is refused by name before its model is loaded.
+"""Refuses untested engine modes, before the model is loaded.
 
-check_engine(vllm_config, version, settings)             # NotSupportedHost, ConfigError
-reason = unseen_request(new_request)                     # "", or why the tokens of a request are not scored
-
-A mode is refused because nobody has seen it attributed right, not because it is known to be wrong. What was seen, and
-by which script, is in docs/vllm.md.
+docs/vllm.md lists what was tested.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from probemon.errors import ConfigError, NotSupportedHost
+from probemon.errors import ConfigError, UnsupportedModel
 from probemon.ops.vllm.messages import WorkerSettings
 
 TESTED = ("0.32.0",)  # versions of vLLM
@@ -19,30 +15,30 @@ SPECULATIONS = ("ngram",)
 
 
 def check_engine(config: Any, version: str, settings: WorkerSettings) -> None:
-    """Raise for a version, a configuration or settings that were not tested. `config`: a `VllmConfig` of vLLM's."""
+    """Raise for an untested version, configuration or settings. `config`: a `VllmConfig`."""
     if version.split("+")[0] not in TESTED:
-        raise NotSupportedHost(
+        raise UnsupportedModel(
             f"vLLM {version} is not tested with probemon, only {', '.join(TESTED)}: where a step keeps its rows is"
             " private to each version. Install a tested one (scripts/vllm_env.sh)"
         )
     for what, is_so, remedy in _untested(config):
         if is_so:
-            raise NotSupportedHost(f"{what} is not tested while probemon watches inside vLLM: {remedy}")
+            raise UnsupportedModel(f"{what} is not tested while probemon watches inside vLLM: {remedy}")
     for site in settings.sites:
         if not site.startswith("resid_post."):
-            raise NotSupportedHost(
+            raise UnsupportedModel(
                 f"the packs read {site}: inside vLLM hidden states are read after whole layers alone (resid_post.N)"
             )
     _check_speculation(config, settings)
     if settings.stop and _of(config, "parallel_config", "tensor_parallel_size", default=1) > 1:
-        raise NotSupportedHost(
+        raise UnsupportedModel(
             "stops inside the step are not tested with tensor parallel, where every rank samples and one alone scores:"
             " let the client abort instead"
         )
 
 
 def unseen_request(request: Any) -> str:
-    """Return why the tokens of a new request (vLLM's `NewRequestData`) are not scored, "" where they are."""
+    """Return why a request (`NewRequestData`) is not scored, or ""."""
     if getattr(request, "lora_request", None) is not None:
         return "it was asked with a LoRA adapter, and the pack is of the model without it"
     if getattr(request, "mm_features", None):
@@ -96,7 +92,7 @@ def _check_speculation(config: Any, settings: WorkerSettings) -> None:
     if method is None:
         return
     if method not in SPECULATIONS:
-        raise NotSupportedHost(
+        raise UnsupportedModel(
             f"speculation by {method} is not tested while probemon watches inside vLLM, only {', '.join(SPECULATIONS)}:"
             " use that, or none"
         )
@@ -108,7 +104,7 @@ def _check_speculation(config: Any, settings: WorkerSettings) -> None:
 
 
 def _of(config: Any, *names: str, default: Any = None) -> Any:
-    """Return an attribute of an attribute; `default` where one is not there, or None."""
+    """Return a nested attribute; `default` if one is missing or None."""
     for name in names:
         config = getattr(config, name, None)
         if config is None:

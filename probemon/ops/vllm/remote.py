@@ -1,10 +1,8 @@
-"""RemoteScores: the scores of answers of `probemon vllm serve`, for whoever asks it over HTTP.
+"""Scores of `probemon vllm serve`, over HTTP.
 
-    scores = RemoteScores("http://127.0.0.1:8000", "watch.yaml", token="...")
-    reply = openai_client.chat.completions.create(..., extra_body={"return_token_ids": True})
-    result = scores.result(reply)                   # a Result, as of a run in this process: row i is choice i
-
-The reply has to have the ids of its tokens, so that each score is compared with the token that it is of.
+scores = RemoteScores("http://127.0.0.1:8000", "watch.yaml", token="...")
+reply = openai_client.chat.completions.create(..., extra_body={"return_token_ids": True})
+result = scores.result(reply)                   # row i is choice i
 """
 
 from __future__ import annotations
@@ -26,12 +24,12 @@ from probemon.ops.vllm.request_log import END_SECONDS, RequestLog, is_cut_short
 from probemon.ops.vllm.request_names import names_of_choices
 from probemon.tracking.recording import RecordedTokens
 
-_TIMEOUT_SECONDS = 30.0  # of one answer of the server
-_PAUSE_SECONDS = 0.05  # until it is asked again
+_TIMEOUT_SECONDS = 30.0  # of one request
+_PAUSE_SECONDS = 0.05  # between requests
 
 
 class RemoteScores:
-    """`address`: of the server, without /v1. `deployment`: the file that it was started with."""
+    """`address`: without /v1. `deployment`: the server's file."""
 
     def __init__(
         self, address: str, deployment: str | Path, *, token: str | None = None, tokenizer: Any = None
@@ -43,8 +41,9 @@ class RemoteScores:
         self._pack = self._deployment.open_packs()
 
     def result(self, reply: Any, *, timeout_seconds: float = 10.0) -> Result:
-        """Return the scores of a reply, the object of OpenAI's client or its JSON. Waits at most `timeout_seconds` for
-        scores under way: a reply may be here before the server has read them. Raises `AlignmentError`.
+        """Return the scores of a reply with token ids, an OpenAI object or its JSON.
+
+        Waits up to `timeout_seconds`. Raises `AlignmentError`.
         """
         content = reply if isinstance(reply, Mapping) else reply.model_dump()
         choices = content["choices"]
@@ -94,11 +93,11 @@ class RemoteScores:
         return result
 
     def _log(self, request: str) -> tuple[RequestLog, bool]:
-        """Return what the server keeps of a request, and whether it lost messages meanwhile."""
+        """Return a log, and whether messages were lost."""
         headers = {} if self._token is None else {"Authorization": f"Bearer {self._token}"}
-        asked = urllib.request.Request(f"{self._address}/probemon/requests/{request}/scores", headers=headers)
+        http_request = urllib.request.Request(f"{self._address}/probemon/requests/{request}/scores", headers=headers)
         try:
-            with urllib.request.urlopen(asked, timeout=_TIMEOUT_SECONDS) as answer:
+            with urllib.request.urlopen(http_request, timeout=_TIMEOUT_SECONDS) as answer:
                 message = unpack(answer.read())
         except urllib.error.HTTPError as error:
             raise AlignmentError(
@@ -112,12 +111,12 @@ class RemoteScores:
 
 
 def _with_prompts(content: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the choices of a reply, each with the ids of its prompt: a chat has them once."""
+    """Return choices with prompt ids, which a chat has once."""
     whole = content.get("prompt_token_ids")
     return [{**choice, "prompt_token_ids": choice.get("prompt_token_ids") or whole} for choice in content["choices"]]
 
 
 def _is_complete(log: RequestLog, choice: Mapping[str, Any], seconds: float) -> bool:
-    """Whether all has come of a choice. `seconds`: that its end was waited for."""
+    """True if all has come. `seconds`: waited so far."""
     n_run = len(choice["prompt_token_ids"]) + max(0, len(choice["token_ids"]) - 1)
     return log.is_whole(n_run, with_end=seconds < END_SECONDS)

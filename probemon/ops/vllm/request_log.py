@@ -1,13 +1,6 @@
-"""RequestLog: what came from the worker of one request, and the tokens that it makes of its final ids.
+"""The messages about one request, and its final tokens.
 
-log = RequestLog(head, n_probes)                    # head: RequestHead of its first message
-log.add(message, which)                             # which entries of a StepTokens are its own
-log.meet(event); log.end(message)                   # a rule stopped it; it left the engine
-tokens = log.tokens(ids, n_prompt, lost=False)      # every token of prompt and output, seen or not
-
-A column may come more than once: run again after a preemption. The last one counts. What comes of columns after the
-last token that the output needs is of drafts, or of steps that were under way when the request was aborted, and
-dropped.
+The newest scores of a column count. Columns after the output (drafts, or after an abort) are dropped.
 """
 
 from __future__ import annotations
@@ -28,14 +21,12 @@ from probemon.tracking.recording import GAP, LAST, RecordedTokens
 
 LOST = "a message with its scores was dropped: the client did not read in time (high_water_mark)"
 LATE = "its scores had not come when they were asked for: they are under way, or a message was dropped"
-END_SECONDS = 0.25  # that results wait for the ends of their requests, which tell how much was run
-_PIECES = 256  # are joined once there are so many: small arrays weigh more than what is in them
+END_SECONDS = 0.25  # wait for the ends of requests, which say how much was run
+_PIECES = 256  # then joined: small arrays have overhead
 
 
 def is_cut_short(finish_reason: str | None, stop_reason: int | str | None) -> bool:
-    """Whether an answer was ended from outside the engine: by an abort, or at a stop string, which vLLM's front end
-    finds in the text.
-    """
+    """True if an answer was ended from outside the engine: by an abort, or at a stop string."""
     return finish_reason in ("abort", "error") or isinstance(stop_reason, str)
 
 
@@ -51,10 +42,7 @@ class _Piece:
 
 
 class RequestLog:
-    """`request`: vLLM's own id. `n_columns`: columns before it were seen or came from the cache, with none missing.
-
-    `n_drafts`: how many tokens are drafted a step: so many may have been run that the output does not have.
-    """
+    """`request`: vLLM's id. `n_columns`: seen or cached, without a hole. `n_drafts`: per step."""
 
     def __init__(self, head: RequestHead, n_probes: int, n_drafts: int = 0) -> None:
         self.request, self.number = head.request, head.number
@@ -64,17 +52,17 @@ class RequestLog:
         self.ended: Ended | None = None
         self.under_way = True
         self.deployments: dict[int, str | None] = {}
-        self.stop_column: int | None = None  # at which a rule stopped it
-        self.stop_event: Event | None = None  # of that rule
-        self.n_lost = 0  # messages, of all requests, by the newest one of this request
+        self.stop_column: int | None = None
+        self.stop_event: Event | None = None
+        self.n_lost = 0
         self._n_lost_before: int | None = None
-        self._blind_column: int | None = None  # of the first generated token that could not be scored
+        self._blind_column: int | None = None  # first generated token without scores
         self._n_probes, self._pieces = n_probes, list[_Piece]()
-        self._ids = array("q")  # by column, -1 for those that have not come
+        self._ids = array("q")  # by column, -1 if missing
 
     @classmethod
     def of(cls, kept: RequestScores, n_probes: int) -> RequestLog:
-        """Return the log that another process keeps."""
+        """Return the log of another process."""
         log = cls(kept.tokens.requests[0], n_probes, kept.n_drafts)
         if len(kept.tokens.columns):
             log.add(kept.tokens, np.arange(len(kept.tokens.columns)))
@@ -83,23 +71,23 @@ class RequestLog:
         return log
 
     def is_whole(self, n_run: int, *, with_end: bool) -> bool:
-        """Whether nothing more comes of an answer with `n_run` tokens run. `with_end`: only its end says so."""
+        """True if nothing more comes of an answer with `n_run` tokens run. `with_end`: only its end counts."""
         return not self.under_way or (self.n_columns >= n_run and not with_end)
 
     @property
     def n_tokens(self) -> int:
-        """Return how many entries are kept."""
+        """Number of entries."""
         return sum(len(piece.columns) for piece in self._pieces)
 
     @property
     def n_showable(self) -> int:
-        """Return how many columns may be shown to whoever waits for their scores: none from where a rule stopped on."""
+        """Number of columns that may be shown: up to a stop, or a token without scores."""
         ends = [self.n_columns, self.stop_column, self._blind_column]
         return min(end for end in ends if end is not None)
 
     def add(self, message: StepTokens, which: Ints, n_lost: int = 0, n_lost_before: int = 0) -> None:
-        """Add entries of a step, in the order of their columns. `n_lost`: messages, of all requests, by now;
-        `n_lost_before`: by the message before this one.
+        """Add entries of a step, in the order of columns. `n_lost`: messages so far; `n_lost_before`: before this
+        one.
         """
         piece = _Piece(message.columns, message.ids, message.watches.astype(np.int64), message.scores).take(which)
         self._pieces.append(piece)
@@ -109,10 +97,10 @@ class RequestLog:
         for i in np.flatnonzero((piece.columns >= self.n_prompt) & ~piece.scores.coverage.seen).tolist()[:1]:
             self._blind_column = min(int(piece.columns[i]), self._blind_column or self.n_prompt + (1 << 40))
         begin, end = int(piece.columns[0]), int(piece.columns[-1]) + 1
-        if self._n_lost_before is None:  # where its beginning is missing, that was lost
+        if self._n_lost_before is None:  # a missing beginning was lost
             self._n_lost_before = n_lost if begin == self.first_column else 0
             self.n_lost = n_lost_before
-        if n_lost > self.n_lost:  # what a rule said of these tokens, or of earlier ones, may be among it
+        if n_lost > self.n_lost:  # an event of these tokens may be lost
             self._blind_column = min(max(begin, self.n_prompt), self._blind_column or self.n_prompt + (1 << 40))
         self.n_lost = n_lost
         self._ids.extend([-1] * (end - len(self._ids)))
@@ -122,32 +110,34 @@ class RequestLog:
             self.n_columns = max(self.n_columns, end)
 
     def meet(self, event: Event) -> None:
-        """Take an event that ends the row; the first one counts."""
+        """Take an event that ends the sequence; the first one counts."""
         if self.stop_event is None:
             self.stop_event, self.stop_column = event, event.column
 
     def end(self, message: Ended | None, n_lost: int = 0) -> None:
-        """Take that nothing more comes; without a message where its engine is gone."""
+        """End it; without a message if its engine is gone."""
         self.ended, self.under_way, self.n_lost = message, False, n_lost
         if message is not None and message.stop_column >= 0 and self.stop_column is None:
-            self.stop_column = message.stop_column  # the message with the event was dropped
+            self.stop_column = message.stop_column  # the event was dropped
 
     def lost(self, n_lost: int) -> bool:
-        """Whether messages were dropped while it ran, of `n_lost` by now, so that its own may be among them."""
+        """True if messages, perhaps its own, were dropped while it ran."""
         return (n_lost if self.under_way else self.n_lost) > (self._n_lost_before or 0)
 
     def first_difference(self, ids: Sequence[int], since: int = 0) -> int | None:
-        """Return the first column from `since` on at which another token was run than stands in `ids`."""
-        for column, (token_id, known) in enumerate(zip(ids[since:], self._ids[since : len(ids)], strict=False), since):
-            if known not in (-1, token_id):
+        """Return the first column from `since` on that was run with another token than in `ids`."""
+        for column, (token_id, run_id) in enumerate(zip(ids[since:], self._ids[since : len(ids)], strict=False), since):
+            if run_id not in (-1, token_id):
                 return column
         return None
 
     def tokens(self, ids: Ints, n_prompt: int, *, lost: bool, cut_short: bool = False) -> RecordedTokens:
-        """Return every token of `ids [L]`, prompt and output. `lost`: messages were dropped while it ran. `cut_short`:
-        it was ended from outside the engine, which may have run tokens meanwhile that the output does not have.
+        """Return every token of `ids [L]`, prompt and output.
 
-        Raises `AlignmentError` where another token was run than stands in `ids`, or more of them.
+        - `lost`: messages were dropped while it ran
+        - `cut_short`: ended from outside, so the engine may have run more
+
+        Raises `AlignmentError` if the engine ran other tokens, or more.
         """
         if n_prompt != self.n_prompt:
             raise AlignmentError(
@@ -190,20 +180,20 @@ class RequestLog:
         )
 
     def watched_from(self) -> list[tuple[int, int]]:
-        """Return from which column which state of what is watched held."""
-        piece, held = self._newest(None), list[tuple[int, int]]()
+        """Return (first column, number) of each watch."""
+        piece, spans = self._newest(None), list[tuple[int, int]]()
         for at, number in zip(piece.columns.tolist(), piece.watches.tolist(), strict=True):
-            if not held or held[-1][1] != number:
-                held.append((at, number))
-        return held
+            if not spans or spans[-1][1] != number:
+                spans.append((at, number))
+        return spans
 
     def seen_scores(self) -> tuple[Ints, Ints, Scores]:
-        """Return columns, ids and scores of the tokens that have come, in the order of their columns."""
+        """Return columns, ids and scores so far, in the order of columns."""
         piece = self._newest(None)
         return piece.columns, piece.ids, piece.scores
 
     def as_message(self, n_lost: int = 0) -> RequestScores:
-        """Return all that has come of it. `n_lost`: messages, of all requests, by now."""
+        """Return all of it. `n_lost`: messages so far."""
         return RequestScores(0, self._all_tokens(), self.ended, self.lost(n_lost), self.n_drafts)
 
     # -- inside ----------------------------------------------------------------------------------
@@ -238,7 +228,7 @@ class RequestLog:
         )
 
     def _newest(self, before: int | None) -> _Piece:
-        """Return what came last of each column before one, in the order of the columns."""
+        """Return the newest entry of each column, in order."""
         piece = self._joined()
         last = {column: i for i, column in enumerate(piece.columns.tolist()) if before is None or column < before}
         return piece.take(np.array([last[column] for column in sorted(last)], dtype=np.int64))

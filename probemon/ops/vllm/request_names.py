@@ -1,9 +1,6 @@
-"""Which request an id of vLLM's own is of: it adds eight characters at random to the one that it was given.
+"""Names of requests: vLLM adds eight random characters to an id.
 
-name_of("chatcmpl-1-0a1b2c3d")            # "chatcmpl-1"
-name_of("1_chatcmpl-1-0a1b2c3d")          # "1_chatcmpl-1": the second of several answers to one request
-names_of_output("chatcmpl-1", 1, 2)       # what the second of two answers may be called, likeliest first
-names_of_choices("cmpl-1", "text_completion", 2)        # what the choices of a reply of the server may be, together
+name_of("1_chatcmpl-1-0a1b2c3d")          # "1_chatcmpl-1": the second of several answers
 """
 
 from __future__ import annotations
@@ -15,20 +12,20 @@ _RANDOM = re.compile(r"-[0-9a-f]{8}\Z")
 
 
 def name_of(request: str) -> str:
-    """Return an id without what vLLM added to it."""
+    """Return an id without vLLM's characters."""
     return _RANDOM.sub("", request)
 
 
 def names_of_output(request: str, index: int, n_outputs: int) -> tuple[str, ...]:
-    """Return the names that an answer of a request may have."""
-    own = f"{index}_{request}"
-    return (own,) if n_outputs > 1 else (request, own)
+    """Return the names that an answer may have, likeliest first."""
+    indexed_name = f"{index}_{request}"
+    return (indexed_name,) if n_outputs > 1 else (request, indexed_name)
 
 
 def names_of_choices(reply: str, kind: str, n_choices: int) -> Iterator[list[str]]:
-    """Yield the names that the choices of a reply may have, likeliest first. `kind`: its `object`.
+    """Yield the names that a reply's choices may have, likeliest first. `kind`: its `object`.
 
-    A completion may have several prompts, and several answers (`n`) to each: a reply does not say how many of either.
+    A completion does not say how many prompts and answers to each it has.
     """
     indices = range(n_choices)
     if kind != "text_completion":

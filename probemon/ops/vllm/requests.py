@@ -1,16 +1,8 @@
-"""EngineRequests: the requests of vLLM as a source of tokens for a run, as `generate()` is one of a model's.
+"""The requests of vLLM as a source of tokens for a run.
 
-    run = MonitorRun(manager, model, source=partial(EngineRequests, host=host))
-    with run:
-        requests = run.source
-        requests.begin("0-1a2b", prompt_ids, n_cached=0)
-        requests.step(rows, n_drafts, states, began)      # states: by site, one row each
-        requests.settle({"0-1a2b": 2})                    # with speculation: how many drafts were accepted
-        requests.stopping()                               # of the rows of the step, those to end
-        requests.end("0-1a2b")
-
-Every request is a generation of one row with a recording of its own, and its tokens go the way of all others: they are
-scored in order with what the one before retained, recorded, judged by the rules, sent to sinks and followers.
+with MonitorRun(manager, model, source=partial(EngineRequests, host=host)) as run:
+    run.source.begin("0-1a2b", prompt_ids, n_cached=0)
+    run.source.step(rows, n_drafts, states, began)      # states: by site, one row each
 """
 
 from __future__ import annotations
@@ -27,8 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from probemon.core.scores import GENERATED, PROMPT, Gap, HostState
-from probemon.errors import AlignmentError, NotSupportedDecoding
+from probemon.core.scores import GENERATED, PROMPT, Gap, ModelState
+from probemon.errors import AlignmentError, UnsupportedDecoding
 from probemon.host.ranks import Ranks
 from probemon.host.site import Site
 from probemon.ops.vllm.rows import CACHED, Placing, RequestRows, StepRows
@@ -43,15 +35,15 @@ from probemon.tracking.run_recordings import keep_newest
 from probemon.tracking.source_reports import ForwardTime, SourceReports
 
 LOG = logging.getLogger("probemon")
-_MOST_LOGGED = 100  # gaps
-_KEEP_TOKENS = 50_000  # with their scores, of which the client has all
+_MOST_LOGGED = 100
+_KEEP_TOKENS = 50_000  # with scores; the client has all
 
 
 class EngineRequests:
-    """A `TokenSource`. `host`: what every recording says of the model. `score_together`: scores tokens of several
-    requests at once, and is set once the run that made it has its scorer (`run.scorer.score_together`).
+    """A `TokenSource`. Only `stop` may be called outside the thread that runs the model.
 
-    All but `stop` is called in the thread that runs the model.
+    - `host`: model state for the recordings
+    - `score_together`: scores several requests at once; set from `run.scorer`
     """
 
     ranks: Ranks | None = None
@@ -63,7 +55,7 @@ class EngineRequests:
         n_probes: int,
         score: ScoreTokens,
         *,
-        host: HostState | None = None,
+        host: ModelState | None = None,
         check: Callable[[GenerateCall], None] = lambda prompt: None,
         report_gaps: bool = True,
         acts: Callable[[], bool] = lambda: False,
@@ -80,13 +72,13 @@ class EngineRequests:
         self._check, self._reports = check, reports
         self._placing, self._n_made = Placing(), 0
         self._generations: dict[str, Generation] = {}
-        self._step: tuple[StepRows, States] | None = None  # the newest, whose drafts are not settled yet
+        self._step: tuple[StepRows, States] | None = None  # the newest, until its drafts are settled
         self._lock = threading.Lock()
 
-    # -- what the worker tells -------------------------------------------------------------------
+    # -- called by the worker ---------------------------------------------------------------------
 
     def begin(self, request: str, prompt: Any, n_cached: int, unseen: str = "") -> None:
-        """Begin a request. `unseen`: why none of its tokens is to be scored."""
+        """Begin a request. `unseen`: why it is not scored."""
         rows = self._placing.begin(request, prompt, n_cached)
         rows.unseen = unseen
         call = GenerateCall(len(rows.prompt), 0, cached=n_cached)
@@ -100,18 +92,18 @@ class EngineRequests:
         self.recordings.append(recording)
 
     def knows(self, request: str) -> bool:
-        """Whether a request has begun, and not ended."""
+        """True if a request is under way."""
         return request in self._generations
 
     def resume(self, request: str, ids: Sequence[int]) -> None:
-        """Take what a request has so far, which runs again after preemption."""
+        """Take the ids of a request that runs again after preemption."""
         try:
             self._placing.resume(request, ids)
         except AlignmentError as error:
             self._lose(self._placing.live[request], error)
 
     def step(self, rows: StepRows, n_drafts: Mapping[str, int], states: States, began: float) -> None:
-        """Score the rows of a step that began at `began` (`time.perf_counter`), but drafts that may be rejected yet."""
+        """Score a step, except drafts. `began`: by `time.perf_counter`."""
         begin, self.called, n_tokens = time.perf_counter(), True, [0, 0]
         self._step = (rows, states)
         parts = []
@@ -128,7 +120,7 @@ class EngineRequests:
         self._reports.forward(ForwardTime(now - begin, now - began, *n_tokens))
 
     def settle(self, n_accepted: Mapping[str, int]) -> None:
-        """Score the drafts of the newest step that were accepted, by request; forget the others."""
+        """Score the accepted drafts of the newest step; forget the others."""
         if self._step is None:
             return
         _, states = self._step
@@ -137,21 +129,21 @@ class EngineRequests:
         self._step = None
 
     def lose(self, requests: Sequence[str], error: Exception) -> None:
-        """Score nothing more of these requests, of which a step could not be read: their tokens are unseen."""
+        """Stop scoring requests whose step could not be read."""
         for request in requests:
             if request in self._placing.live:
                 self._lose(self._placing.live[request], error)
 
     def stopping(self, requests: Sequence[str]) -> list[int]:
-        """Return which of the requests of a batch, by their place in it, are to end with their next token."""
+        """Return the indices of requests that end with their next token."""
         return [i for i, request in enumerate(requests) if request in self._generations and self._stops(request)]
 
     def stops(self, request: str) -> bool:
-        """Whether a request is to end with its next token."""
+        """True if a request ends with its next token."""
         return request in self._generations and self._stops(request)
 
     def end(self, request: str) -> tuple[RequestRows, Generation] | None:
-        """Forget a request, which finished or was aborted; None where it never began."""
+        """Forget a request; None if it never began."""
         rows = self._placing.end(request)
         with self._lock:
             generation = self._generations.pop(request, None)
@@ -163,38 +155,38 @@ class EngineRequests:
         self.recordings[:] = [one for one in self.recordings if one is not recording]
         return rows, generation
 
-    # -- what a run asks -------------------------------------------------------------------------
+    # -- called by a run --------------------------------------------------------------------------
 
     def hook_faults(self) -> HookFaults:
-        """Return nothing: that the layers are captured is what the canary shows."""
+        """Return none: the canary checks the layers."""
         return HookFaults()
 
     @property
     def n_generating(self) -> int:
-        """Return how many requests are under way."""
+        """Number of requests under way."""
         return len(self._generations)
 
     @property
     def generating(self) -> bool:
-        """Whether a request is under way."""
+        """True if a request is under way."""
         return bool(self._generations)
 
     def stop(self) -> None:
-        """End every request that is under way with its next token; from any thread."""
+        """End every request with its next token. Thread-safe."""
         with self._lock:
             for generation in self._generations.values():
                 generation.stop_all_rows()
 
     def by_hand(self, from_column: int) -> AbstractContextManager[HandLoop]:
-        """Raise `NotSupportedDecoding`: an engine generates by itself."""
-        raise NotSupportedDecoding("inside vLLM nothing is generated by hand: send a request")
+        """Raise `UnsupportedDecoding`: an engine generates by itself."""
+        raise UnsupportedDecoding("inside vLLM nothing is generated by hand: send a request")
 
     def current(self) -> Generation | None:
-        """Return None: tokens of several requests are scored at once."""
+        """Return None: requests are scored together."""
         return None
 
     def stopped(self, like: Tensor) -> Tensor:
-        """Return no rows: requests of an engine are asked of one by one."""
+        """Return no rows: requests stop one by one."""
         return torch.zeros_like(like)
 
     def __enter__(self) -> EngineRequests:
@@ -222,14 +214,14 @@ class EngineRequests:
             yield from self._placing.place_request(step, i, n_drafts)
 
     def _lose(self, rows: RequestRows, error: Exception) -> None:
-        rows.unseen = f"its rows could not be told, or scored: {type(error).__name__}: {error}"
+        rows.unseen = f"its rows could not be attributed, or scored: {type(error).__name__}: {error}"
         recording = self._generations[rows.request].recording
         self.n_gaps += 1
         LOG.error("request %s is not scored any more: %s", rows.request, error)
         self._reports.gap(Gap(recording.number, rows.n_columns, rows.n_columns, rows.unseen))
 
     def _score_tokens(self, parts: Sequence[tuple[str, PlacedTokens, States | str]]) -> None:
-        """Score tokens, in the order of each request: in turns, since one begins with what the one before retained."""
+        """Score tokens in turns: each begins with what the last one of its request retained."""
         turns: list[dict[str, tuple[Generation, Recording, PlacedTokens, States | str]]] = []
         n_parts = Counter[str]()
         for request, placed, states in parts:

@@ -1,10 +1,7 @@
-"""Routes: what probemon tells beside vLLM's OpenAI server, at the same address, below /probemon/.
+"""Routes below /probemon/ of vLLM's OpenAI server.
 
 SERVED.append(ServedEngine(client, metrics, token, names))        # before the server is made
 vllm serve ... --middleware probemon.ops.vllm.routes.Routes
-
-/probemon/healthz, /readyz, /metrics, /pack, /events, /requests, /requests/ID, and /requests/ID/scores, which is a
-message of `probemon.ops.vllm.messages`. `probemon.ops.server.guard` stands before them. All else is vLLM's.
 """
 
 from __future__ import annotations
@@ -42,7 +39,7 @@ PREFIX = "/probemon"
 
 @dataclass(frozen=True)
 class ServedEngine:
-    """What the routes tell of. `metrics`: None without the extra. `ready()`: called once the server answers."""
+    """Content of the routes. `metrics`: None without the extra. `ready()`: called once the server answers."""
 
     client: VllmClient
     metrics: ProcessMetrics | None
@@ -53,11 +50,11 @@ class ServedEngine:
     ready: Callable[[], None] = lambda: None
 
 
-SERVED: list[ServedEngine] = []  # of this process: vLLM makes its middleware by name, with nothing but the application
+SERVED: list[ServedEngine] = []  # vLLM creates its middleware by name, with the application alone
 
 
 class Routes:
-    """A middleware of ASGI: answers what is below /probemon/, and leaves the rest to vLLM."""
+    """ASGI middleware for /probemon/; the rest is vLLM's."""
 
     def __init__(self, app: Any) -> None:
         [served] = SERVED
@@ -67,14 +64,13 @@ class Routes:
         self._stop = routes.stop
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer, or let vLLM answer."""
         if scope["type"] == "lifespan":
             await self._app(scope, receive, partial(self._lifespan, send))
         elif scope["type"] == "http" and scope["path"].startswith(f"{PREFIX}/"):
             path = scope["path"].removeprefix(PREFIX)
             extensions = {ABORT: lambda: None, **scope.get("extensions", {})}
-            own = {**scope, "path": path, "raw_path": path.encode(), "extensions": extensions}
-            await self._own(own, receive, send)
+            inner_scope = {**scope, "path": path, "raw_path": path.encode(), "extensions": extensions}
+            await self._own(inner_scope, receive, send)
         else:
             await self._app(scope, receive, send)
 
@@ -87,7 +83,7 @@ class Routes:
 
 
 class _Routes:
-    """Each route is a method."""
+    """One method per route."""
 
     def __init__(self, served: ServedEngine) -> None:
         self._served, self._client = served, served.client
@@ -97,7 +93,6 @@ class _Routes:
         self._client.listen(self._publish)
 
     def app(self) -> Starlette:
-        """Return the application of these routes."""
         return Starlette(
             routes=[
                 Route("/healthz", self._healthy),
@@ -135,8 +130,12 @@ class _Routes:
         return Response(self._pack, media_type="application/json")
 
     async def _events(self, http: Request) -> Any:
-        given = http.headers.get("last-event-id")
-        after = int(given) if given is not None and given.isdecimal() and len(given) < 16 else None
+        last_event_id = http.headers.get("last-event-id")
+        after = (
+            int(last_event_id)
+            if last_event_id is not None and last_event_id.isdecimal() and len(last_event_id) < 16
+            else None
+        )
         subscriber = self._ring.subscribe(after, lambda: {"n_steps": self._client.n_steps})
         return EventStream(
             subscriber.chunks(),
@@ -166,7 +165,7 @@ class _Routes:
 
     def _log(self, http: Request) -> RequestLog:
         name = http.path_params["name"]
-        log = self._client.log_of(name) or self._client.log_of(f"{name}-0")  # of a completion, its first prompt
+        log = self._client.log_of(name) or self._client.log_of(f"{name}-0")  # a completion's first prompt
         if log is None:
             raise RequestRefused(
                 f"request {name!r:.100} is not kept: the newest {self._served.limits.kept_requests} that ended are",
@@ -176,11 +175,10 @@ class _Routes:
         return log
 
     def _publish(self, message: Message) -> None:
-        """Tell readers of events; tokens only where there are some."""
         if isinstance(message, RuleMet):
             event = event_of(message.event)
-            told = {"request": name_of(event.request), **self._told.event(event, 0, message.action)}
-            self._ring.publish("rule", told)
+            entry = {"request": name_of(event.request), **self._told.event(event, 0, message.action)}
+            self._ring.publish("rule", entry)
         elif isinstance(message, StepTokens) and self._ring.n_subscribers:
             for i, (column, token_id) in enumerate(zip(message.columns.tolist(), message.ids.tolist(), strict=True)):
                 head = message.requests[int(message.of_request[i])]

@@ -1,10 +1,6 @@
-"""How a row is ended inside a step, and which requests could not be.
+"""Ends rows inside a step.
 
-force_end(logits, STOPS.rows, eos)      # the logits processor `StopRows`; eos: by row
-check_stoppable(params)                 # before a request enters the engine: ConfigError
-
-A row that has to end samples the end of its sequence and nothing else, so its output is what it was, the token that met
-the rule, and that end. No other row's logits are touched.
+Such a row samples the end of its sequence. No other row's logits change.
 """
 
 from __future__ import annotations
@@ -18,7 +14,7 @@ from probemon.errors import ConfigError
 
 
 def force_end(logits: Tensor, rows: Sequence[int], eos: Mapping[int, int | None]) -> None:
-    """Leave nothing but the end of the sequence in some rows of `logits [N, V]`, in place. Raises `ConfigError`."""
+    """Leave only the end of the sequence in some rows of `logits [N, V]`, in place. Raises `ConfigError`."""
     for row in rows:
         end = eos.get(row)
         if not 0 <= row < len(logits) or end is None:
@@ -32,7 +28,7 @@ def force_end(logits: Tensor, rows: Sequence[int], eos: Mapping[int, int | None]
 
 
 def check_stoppable(params: Any) -> None:
-    """Raise `ConfigError` for the sampling parameters of a request that a stop could not end."""
+    """Raise `ConfigError` for sampling parameters that prevent a stop."""
     if getattr(params, "ignore_eos", False):
         raise ConfigError(
             "ignore_eos is set, and rules stop a row by the end of its sequence: leave it out, or serve without rules"

@@ -1,17 +1,12 @@
-"""Which request, and which of its columns, each row of a step of vLLM is.
+"""The request and column of each row of a vLLM step.
 
-    step = rows_of_v1(runner, scheduled)                # or rows_of_v2(batch, scheduled)
     placing = Placing()
     placing.begin("chatcmpl-1-3fd0", prompt_ids, n_cached=128)
-    for request, placed in placing.place(step, {"chatcmpl-1-3fd0": 2}): ...     # the last 2 rows of it are drafts
-    for request, placed in placing.settle({"chatcmpl-1-3fd0": 1}): ...          # one of them was accepted
-    placing.resume("chatcmpl-1-3fd0", ids)              # after preemption: what it has so far
-    placing.end("chatcmpl-1-3fd0")
+    placing.place(rows_of_v1(runner, scheduled), {"chatcmpl-1-3fd0": 2})     # the last 2 rows are drafts
+    placing.settle({"chatcmpl-1-3fd0": 1})                                   # 1 was accepted
 
-Pure: numbers in, numbers out, without vLLM and without torch. A row is told by its request and its position alone,
-never by where it lies in the batch. What may yet be taken back, drafts, is kept aside until it is known to stay, and
-whatever runs at the same position meanwhile takes its place; what stays is placed once, since its scores have by then
-been given to rules and to the token after it: rows that show it again (after preemption) are counted and left out.
+Rows are identified by request and position. Each column is placed once; rows that repeat it (after preemption) are left
+out.
 """
 
 from __future__ import annotations
@@ -28,15 +23,12 @@ from probemon.errors import AlignmentError
 from probemon.tracking.align import NO_ID, DecoderForward, PlacedTokens, SequenceColumns
 
 CACHED = "its keys and values came from vLLM's prefix cache, so that no forward ran it"
-_NOT_ENDED = np.zeros(1, dtype=bool)  # requests end by themselves, and are not fed padding
+_NOT_ENDED = np.zeros(1, dtype=bool)  # requests are not fed padding
 
 
 @dataclass(frozen=True)
 class StepRows:
-    """The rows of a step: those of `requests[i]` are `starts[i]` to `starts[i + 1]`, each with its token and position.
-
-    `starts` begins at 0 and ends at the number of rows that are not padding.
-    """
+    """Rows `starts[i]` to `starts[i + 1]` are those of `requests[i]`, without padding."""
 
     requests: tuple[str, ...]
     starts: Ints
@@ -44,7 +36,7 @@ class StepRows:
     positions: Ints
 
     def check(self, scheduled: Mapping[str, int]) -> StepRows:
-        """Return it, once each request has as many rows as were scheduled. Raises `AlignmentError`."""
+        """Return it if row counts match the schedule. Raises `AlignmentError`."""
         rows = dict(zip(self.requests, np.diff(self.starts).tolist(), strict=True))
         if rows != dict(scheduled) or len(rows) != len(self.requests):
             wrong = sorted(name for name in rows | dict(scheduled) if rows.get(name) != scheduled.get(name))
@@ -56,9 +48,8 @@ class StepRows:
 
 
 def rows_of_v1(runner: Any, scheduled: Mapping[str, int]) -> StepRows:
-    """Read the rows of the step that a model runner of the first kind has just run. `scheduled`: rows by request.
-
-    Raises `AlignmentError` where the two differ.
+    """Read the rows of a v1 runner's last step. `scheduled`: rows by request. Raises `AlignmentError` if they
+    differ.
     """
     batch = runner.input_batch
     n_requests = int(batch.num_reqs)
@@ -73,7 +64,7 @@ def rows_of_v1(runner: Any, scheduled: Mapping[str, int]) -> StepRows:
 
 
 def rows_of_v2(batch: Any, scheduled: Mapping[str, int]) -> StepRows:
-    """Read the rows of the `input_batch` that a model runner of the second kind has just run; else as `rows_of_v1`."""
+    """Read the rows of a v2 runner's `input_batch`, like `rows_of_v1`."""
     n_requests = int(batch.num_reqs)
     starts = _numbers(batch.query_start_loc_np, n_requests + 1)
     n_rows = int(starts[-1])
@@ -83,18 +74,21 @@ def rows_of_v2(batch: Any, scheduled: Mapping[str, int]) -> StepRows:
 
 
 def _numbers(values: Any, n: int) -> Ints:
-    """Return the first `n` of a tensor or an array, copied: the runner writes the next step into the same memory."""
+    """Return a copy of the first `n`: the runner reuses the memory."""
     first = values[:n]
     return np.array(first.cpu().numpy() if hasattr(first, "cpu") else first, dtype=np.int64)
 
 
 @dataclass
 class RequestRows:
-    """What was run of a request: `call` says of which columns, `drafts` of the newest step may yet be rejected.
+    """The rows of a request.
 
-    `ids`: of the columns so far; `known`: the sequence as the engine last stated it, at first the prompt; `n_cached`:
-    how many columns came from the prefix cache; `n_again`: how many rows showed what was placed before, or drafts that
-    were rejected. `unseen`: why nothing of it is to be scored from now on.
+    - `ids`: of the columns so far
+    - `known`: the sequence as the engine last reported it
+    - `n_cached`: columns from the prefix cache
+    - `n_again`: rows placed before, and rejected drafts
+    - `unseen`: why it is not scored from now on
+    - `drafts`: of the newest step
     """
 
     request: str
@@ -109,13 +103,13 @@ class RequestRows:
 
     @property
     def n_columns(self) -> int:
-        """Return how many columns were run for good, or came from the cache."""
+        """Number of final columns, run or cached."""
         return self.call.frontier
 
     def place(self, first: int, ids: Ints, row: int, n_drafts: int) -> list[tuple[PlacedTokens, str]]:
-        """Place rows `row`.. of a step, of the columns from `first` on, of which the last `n_drafts` may be rejected.
+        """Place rows from `row` on, at columns from `first` on; the last `n_drafts` may be rejected.
 
-        Each batch comes with "", or with the reason why no row shows its tokens.
+        Each batch has a reason if no row shows its tokens, else "".
         """
         self._reject()
         final = len(ids) - n_drafts
@@ -133,7 +127,7 @@ class RequestRows:
         return placed + self._place_new(first + again, ids[again:final], row + again)
 
     def settle(self, n_accepted: int) -> list[tuple[PlacedTokens, str]]:
-        """Place the first drafts of the newest step, which were accepted, token by token; forget the others."""
+        """Place accepted drafts, token by token; forget the others."""
         accepted, self.drafts = self.drafts[:n_accepted], self.drafts[n_accepted:]
         placed: list[tuple[PlacedTokens, str]] = []
         for column, row, token in accepted:
@@ -146,14 +140,13 @@ class RequestRows:
         self.drafts = []
 
     def _check_again(self, first: int, ids: Ints) -> None:
-        for i, (known, token) in enumerate(zip(self.ids[first : first + len(ids)], ids.tolist(), strict=True)):
-            if known != token:
+        for i, (previous, token) in enumerate(zip(self.ids[first : first + len(ids)], ids.tolist(), strict=True)):
+            if previous != token:
                 raise AlignmentError(
-                    f"request {self.request} runs column {first + i} again with token {token}, and had {known} there"
+                    f"request {self.request} runs column {first + i} again with token {token}, and had {previous} there"
                 )
 
     def _from_cache(self, column: int) -> list[tuple[PlacedTokens, str]]:
-        """Place columns up to `column`, which the cache gave to a request that runs on after preemption."""
         if column > len(self.known):
             raise AlignmentError(
                 f"request {self.request} runs on at column {column}, {self.call.frontier} were run and"
@@ -163,7 +156,6 @@ class RequestRows:
         return self._missed(column, self.known[:column], CACHED)
 
     def _missed(self, column: int, ids: list[int], reason: str) -> list[tuple[PlacedTokens, str]]:
-        """Place what comes before `column`, which no row that can be scored shows; `ids` are those of all of it."""
         if column <= self.call.frontier:
             return []
         self.ids += ids[len(self.ids) : column]
@@ -181,7 +173,7 @@ class RequestRows:
                 f" {expected[at]}"
             )
         placed: list[tuple[PlacedTokens, str]] = []
-        # At most one generated token at a time: each begins with what the one before it retained.
+        # One generated token at a time: each begins with what the last one retained.
         bounds = [first, *range(max(first, n_prompt) + 1, end + 1)] if end > n_prompt else [first, end]
         for begin, stop in itertools.pairwise(bounds):
             if stop > n_prompt:
@@ -193,13 +185,13 @@ class RequestRows:
 
 
 class Placing:
-    """The requests that are under way, by vLLM's own ids. Its methods raise `AlignmentError` where rows contradict."""
+    """Requests under way, by vLLM's ids. Methods raise `AlignmentError` if rows contradict."""
 
     def __init__(self) -> None:
         self.live: dict[str, RequestRows] = {}
 
     def begin(self, request: str, prompt: Any, n_cached: int) -> RequestRows:
-        """Begin a request of which the first `n_cached` columns come from the cache."""
+        """Begin a request with `n_cached` columns from the cache."""
         ids = np.asarray(prompt, dtype=np.int64)
         if request in self.live:
             raise AlignmentError(f"request {request} begins, and is under way")
@@ -213,7 +205,7 @@ class Placing:
         return rows
 
     def resume(self, request: str, ids: Sequence[int]) -> None:
-        """Take what a request has so far, which runs again after preemption."""
+        """Take the ids of a request that runs again after preemption."""
         rows = self.live[request]
         if list(ids[: len(rows.ids)]) != rows.ids:
             rows.unseen = f"it ran again with other tokens than it had ({request})"
@@ -221,7 +213,7 @@ class Placing:
         rows.known = list(ids)
 
     def place(self, step: StepRows, n_drafts: Mapping[str, int]) -> list[tuple[RequestRows, PlacedTokens, str]]:
-        """Place the rows of a step, request by request; the offsets of what is placed are rows of the step."""
+        """Place the rows of a step; offsets are rows of the step."""
         return [
             (self.live[request], part, reason)
             for i, request in enumerate(step.requests)
@@ -229,7 +221,7 @@ class Placing:
         ]
 
     def place_request(self, step: StepRows, i: int, n_drafts: int = 0) -> list[tuple[PlacedTokens, str]]:
-        """Place the rows of the i-th request of a step."""
+        """Place the rows of request i of a step."""
         request, begin, end = step.requests[i], int(step.starts[i]), int(step.starts[i + 1])
         if request not in self.live:
             raise AlignmentError(f"a step has rows of request {request}, whose beginning was not seen")
@@ -241,7 +233,7 @@ class Placing:
         return rows.place(int(columns[0]), step.ids[begin:end], begin, n_drafts)
 
     def settle(self, n_accepted: Mapping[str, int]) -> list[tuple[RequestRows, PlacedTokens, str]]:
-        """Place the drafts that were accepted, by request; those of others are forgotten."""
+        """Place accepted drafts, by request; forget the others."""
         return [
             (rows, part, reason)
             for rows in self.live.values()
@@ -250,7 +242,7 @@ class Placing:
         ]
 
     def end(self, request: str) -> RequestRows | None:
-        """Forget a request, and return what was run of it; None where it never began."""
+        """Forget a request, and return its rows; None if it never began."""
         rows = self.live.pop(request, None)
         if rows is not None:
             rows.settle(0)

@@ -1,8 +1,4 @@
-"""vLLM's OpenAI server, watched: its arguments, and its run in this process.
-
-arguments = server_arguments(client, "folder", "name", "127.0.0.1", 8000, token, ["--max-model-len", "1024"])
-run_server(arguments)                       # until a signal ends it
-"""
+"""vLLM's OpenAI server, watched, in this process."""
 
 from __future__ import annotations
 
@@ -14,7 +10,7 @@ from probemon.errors import ConfigError
 from probemon.ops.vllm.client import VllmClient
 
 ROUTES = "probemon.ops.vllm.routes.Routes"
-_OURS = {  # what vLLM is told by the command itself, and why it cannot be told otherwise
+_OURS = {  # set by the command, and why
     "--worker-cls": "probemon's worker is one itself",
     "--additional-config": "it holds what is watched",
     "--host": "give it before the two dashes",
@@ -27,10 +23,10 @@ _OURS = {  # what vLLM is told by the command itself, and why it cannot be told 
 
 
 def check_more(more: Sequence[str]) -> None:
-    """Raise `ConfigError` for arguments of vLLM that are not the user's to give."""
+    """Raise `ConfigError` for arguments that the command sets."""
     for argument in more:
         name = argument.partition("=")[0].partition(".")[0].replace("_", "-")  # --additional-config.probemon.stop=...
-        # vLLM's parser takes the beginning of a name for the whole of it.
+        # vLLM's parser accepts beginnings of names.
         for ours, why in _OURS.items():
             if name == ours or (name == "-asc" and ours == "--api-server-count") or _begins(name, ours):
                 raise ConfigError(
@@ -45,9 +41,7 @@ def _begins(name: str, option: str) -> bool:
 def server_arguments(
     client: VllmClient, model: str, name: str, host: str, port: int, token: str | None, more: Sequence[str]
 ) -> list[str]:
-    """Return the command line of `vllm serve`, without its name. `name`: what clients call the model; `more`: what the
-    user adds.
-    """
+    """Return the arguments of `vllm serve`. `name`: for clients; `more`: the user's."""
     engine = client.engine_arguments()
     arguments = [model, "--served-model-name", name, "--host", host, "--port", str(port), "--middleware", ROUTES]
     arguments += ["--worker-cls", engine["worker_cls"], "--additional-config", json.dumps(engine["additional_config"])]
@@ -61,7 +55,7 @@ def server_arguments(
 
 
 def run_server(arguments: Sequence[str]) -> None:
-    """Run vLLM's server until a signal ends it. Raises `ConfigError` for arguments that it does not take."""
+    """Run vLLM's server until a signal ends it. Raises `ConfigError` for unknown arguments."""
     if os.environ.get("VLLM_USE_RUST_FRONTEND", "0") not in ("", "0"):
         raise ConfigError("VLLM_USE_RUST_FRONTEND is set: vLLM's other front end has no place for routes, so unset it")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
@@ -74,7 +68,7 @@ def run_server(arguments: Sequence[str]) -> None:
     cli_env_setup()
     try:
         parsed = parser.parse_args(["serve", *arguments])
-    except SystemExit as ended:  # its parser has said more
+    except SystemExit as ended:
         raise ConfigError("vLLM does not take the arguments behind the two dashes: it says above which") from ended
     command.validate(parsed)
     command.cmd(parsed)

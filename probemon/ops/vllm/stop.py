@@ -1,8 +1,6 @@
-"""StopRows: vLLM's logits processor that ends the rows at which a rule stopped, inside the step. Needs vLLM.
+"""vLLM's logits processor that ends rows at which a rule stopped. Needs vLLM.
 
-LLM(model, logits_processors=[STOP_ROWS], ...)        # as `VllmClient.engine_arguments` does where a rule stops
-
-The worker has said in `STOPS` which rows they are by the time that they are sampled, in the same process.
+The worker sets `STOPS` before sampling, in the same process.
 """
 
 from __future__ import annotations
@@ -19,10 +17,7 @@ from probemon.ops.vllm.step_stops import STOPS
 
 
 class StopRows(LogitsProcessor):
-    """Ends rows. Requests that could not be ended are refused before they enter the engine.
-
-    Raises `ConfigError` with speculation, where rows of logits are drafted tokens and not requests.
-    """
+    """Ends rows. Raises `ConfigError` with speculation: its rows are drafted tokens."""
 
     def __init__(self, vllm_config: Any, device: Any, is_pin_memory: bool) -> None:
         if vllm_config.speculative_config is not None:
@@ -35,19 +30,19 @@ class StopRows(LogitsProcessor):
 
     @classmethod
     def validate_params(cls, sampling_params: Any) -> None:
-        """Raise `ConfigError`, which is a `ValueError`, for a request that could not be stopped."""
+        """Raise `ConfigError`, a `ValueError`, for requests that could not be stopped."""
         check_stoppable(sampling_params)
 
     def is_argmax_invariant(self) -> bool:
-        """Return False: a greedy row that is ended takes another token."""
+        """Return False: it changes greedy rows."""
         return False
 
     def update_state(self, batch_update: BatchUpdate | None) -> None:
-        """Follow the rows of the batch, each with its end of sequence."""
+        """Follow the rows of the batch."""
         process_dict_updates(self._eos, batch_update, lambda params, _prompt, _output: params.eos_token_id)
 
     def apply(self, logits: Tensor) -> Tensor:
-        """End the rows that have to end in this step."""
+        """End the rows of this step."""
         rows, STOPS.rows = STOPS.rows, []
         if rows:
             force_end(logits, rows, self._eos)

@@ -1,8 +1,4 @@
-"""What is watched inside vLLM, opened alike by the client, which starts the engine, and by the worker in it.
-
-sha256 = watched_sha256(pack, deployment, cascade)          # by the client, for WorkerSettings
-manager = open_manager(settings, device="cpu")              # by the worker, which compares the hash
-"""
+"""Opens what is watched inside vLLM, for the client and the worker."""
 
 from __future__ import annotations
 
@@ -20,10 +16,7 @@ from probemon.packs.group import AnyPack, PackGroup
 
 
 def open_manager(settings: WorkerSettings, device: str = "cpu") -> DynamicProbeManager:
-    """Return a manager of what the settings name.
-
-    Raises `ConfigError` where that is another than what the client opened, or cannot be watched in an engine.
-    """
+    """Return a manager. Raises `ConfigError` if it differs from the client's, or cannot be watched in an engine."""
     if settings.deployment:
         manager = DynamicProbeManager.from_deployment(settings.deployment, device=device)
         assert manager.deployment is not None
@@ -45,7 +38,7 @@ def open_manager(settings: WorkerSettings, device: str = "cpu") -> DynamicProbeM
 
 
 def watched_sha256(pack: AnyPack, deployment: DeploymentFile | None, cascade: Mapping[str, Any]) -> str:
-    """Return the hash of what is watched: of the packs, each with its set of thresholds, the file and the settings."""
+    """Return the hash of packs with their alert sets, file and settings."""
     packs = pack.packs if isinstance(pack, PackGroup) else {"": pack}
     what = {
         "packs": {name: [one.manifest, one.alert_set] for name, one in packs.items()},
@@ -56,7 +49,7 @@ def watched_sha256(pack: AnyPack, deployment: DeploymentFile | None, cascade: Ma
 
 
 def check_rules(rules: Sequence[Rule], pack: AnyPack) -> None:
-    """Raise `ConfigError` for a rule that cannot do what it says inside an engine of many requests."""
+    """Raise `ConfigError` for a rule that cannot work inside an engine."""
     for rule in rules:
         if "raise" in rule.actions:
             raise ConfigError(

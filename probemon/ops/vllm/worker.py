@@ -1,12 +1,9 @@
-"""ProbeWorker: a worker of vLLM that scores every token in the step that runs it. Needs vLLM.
+"""A vLLM worker that scores every token in the step that runs it. Needs vLLM.
 
-    LLM(model, worker_cls="probemon.ops.vllm.worker.ProbeWorker",
-        additional_config={"probemon": settings.as_config()})        # VllmClient.engine_arguments() says both
+    LLM(model, **client.engine_arguments())        # of a VllmClient
 
-It is vLLM's own worker of the platform, whose model hands out the states of some layers besides. When it has warmed up,
-a canary runs one request through the engine's own path and compares; then every step is scored between the forward and
-the sampling of the next tokens, by the same run, manager and rules as anywhere else. Of several ranks of tensor
-parallel the first one scores.
+After warm-up a canary runs one request. Then every step is scored before the next tokens are sampled, by the first rank
+of tensor parallelism.
 """
 
 from __future__ import annotations
@@ -25,7 +22,7 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
 from vllm.v1.outputs import ModelRunnerOutput
 
-from probemon.core.scores import HostState
+from probemon.core.scores import ModelState
 from probemon.errors import Blind, ConfigError
 from probemon.host.compatibility import check_host
 from probemon.manager import DynamicProbeManager
@@ -49,12 +46,12 @@ _CANARY = "probemon-canary"
 
 
 class ProbeWorker(Worker):
-    """Raises, before an engine serves anything, `NotSupportedHost`, `ConfigError`, `HostMismatch` and `Blind`."""
+    """Raises `UnsupportedModel`, `ConfigError`, `ModelMismatch` and `Blind`, before the engine serves."""
 
     _watch: EngineWatch | None = None
 
     def load_model(self, *args: Any, **kwargs: Any) -> Any:
-        """Load the model, and have it hand out states before it is compiled."""
+        """Load the model, and tap it before it is compiled."""
         self._settings = WorkerSettings.of_config(self.vllm_config.additional_config)
         check_engine(self.vllm_config, vllm.__version__, self._settings)
         if self._settings.stop and not STOPS.installed:
@@ -71,10 +68,10 @@ class ProbeWorker(Worker):
         return loaded
 
     def compile_or_warm_up_model(self) -> Any:
-        """Warm up, then look whether the layers are captured, and begin to score."""
+        """Warm up, run the canary, and begin to score."""
         warmed_up = super().compile_or_warm_up_model()
         devices = [] if self.device.type == "cpu" else [self.device]
-        with torch.random.fork_rng(devices):  # what is sampled later is what it would be without
+        with torch.random.fork_rng(devices):  # keeps later samples unchanged
             ids = canary_ids(self.model_config.get_vocab_size())
             taken = self._run_canary(ids)
             if self.rank % self.parallel_config.tensor_parallel_size == 0:
@@ -82,7 +79,7 @@ class ProbeWorker(Worker):
         return warmed_up
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> Any:
-        """Run a step, and score it."""
+        """Run and score a step."""
         if self._watch is None:
             return super().execute_model(scheduler_output)
         self._watch.begin_step(scheduler_output)
@@ -92,12 +89,12 @@ class ProbeWorker(Worker):
             drafts = {name: len(ids) for name, ids in scheduler_output.scheduled_spec_decode_tokens.items()}
             try:
                 STOPS.rows = self._watch.step(self._rows(scheduler_output), drafts, self._taken())
-            except Exception as error:  # these requests are unseen from now on: to raise would end those of all
+            except Exception as error:  # only these are unseen from now on: raising would end all requests
                 self._watch.lose(list(scheduler_output.num_scheduled_tokens), error)
         return output
 
     def sample_tokens(self, grammar_output: Any) -> Any:
-        """Sample the next tokens; of drafts, those that were accepted are scored now."""
+        """Sample the next tokens, and score accepted drafts."""
         output = super().sample_tokens(grammar_output)
         if self._watch is not None and self.vllm_config.speculative_config is not None:
             accepted = {}
@@ -116,7 +113,7 @@ class ProbeWorker(Worker):
         super().shutdown()
 
     def probemon_stats(self) -> dict[str, Any] | None:
-        """Return what was scored, sent and dropped, by `collective_rpc`; None from a rank that does not score."""
+        """Return counts, for `collective_rpc`; None if this rank does not score."""
         return None if self._watch is None else self._watch.stats()
 
     # -- inside ----------------------------------------------------------------------------------
@@ -135,7 +132,6 @@ class ProbeWorker(Worker):
         return rows_of_v1(self.model_runner, scheduled.num_scheduled_tokens)
 
     def _run_canary(self, ids: list[int]) -> dict[str, Tensor]:
-        """Run one request through the worker's own path, in blocks that are free yet; return its states."""
         groups = self.model_runner.kv_cache_config.kv_cache_groups
         first = SchedulerOutput.make_empty()
         first.scheduled_new_reqs = [
@@ -177,7 +173,7 @@ class ProbeWorker(Worker):
         manager = open_manager(settings, str(self.device))
         figures = self._judge(manager, ids, taken)
         channel = Channel(address, settings.high_water_mark)
-        host = HostState(
+        model_state = ModelState(
             model=type(model).__name__,
             dtype=str(self.model_config.dtype).removeprefix("torch."),
             adapters=(),
@@ -188,7 +184,7 @@ class ProbeWorker(Worker):
             devices=(str(self.device),),
             n_ranks=self.parallel_config.tensor_parallel_size,
         )
-        watch = EngineWatch(manager, settings, host, channel, model, self._tokenizer(manager))
+        watch = EngineWatch(manager, settings, model_state, channel, model, self._tokenizer(manager))
         channel.send(
             lambda sequence: Hello(
                 sequence=sequence,
@@ -201,7 +197,7 @@ class ProbeWorker(Worker):
                 n_probes=manager.pack.n_probes,
                 sites=tuple(settings.sites),
                 sha256=settings.sha256,
-                host=asdict(host),
+                host=asdict(model_state),
                 canary=figures,
                 n_drafts=self.vllm_config.num_speculative_tokens,
             )
@@ -209,7 +205,7 @@ class ProbeWorker(Worker):
         self._watch = watch
 
     def _judge(self, manager: DynamicProbeManager, ids: list[int], taken: dict[str, Tensor]) -> dict[str, Any]:
-        """Compare with transformers on the same weights, and the weights with those the packs were made for."""
+        """Compare states with transformers, and the weights with the packs'."""
         deployment = manager.deployment
         if self._settings.canary == "layers":
             if deployment is not None and deployment.content.get("host"):
@@ -227,7 +223,6 @@ class ProbeWorker(Worker):
         return judge(taken, reference_states(model, ids), tolerance)
 
     def _tokenizer(self, manager: DynamicProbeManager) -> Any:
-        """Return a tokenizer where a rule asks a judge, which reads text."""
         deployment = manager.deployment
         if deployment is None or not any(
             rule.get("action") == "escalate" for rule in deployment.content.get("rules", ())

@@ -1,4 +1,4 @@
-"""Tables of docs/bem.md."""
+"""Tables of docs/bem-rows.md."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from tables.words import JUDGED, reason_of
 
 
 def architectures(found: dict[str, Any]) -> list[str]:
-    """By architecture: in which modes it is exact, scored as it runs, refused, or fails by itself."""
+    """Architectures with the same outcomes share a row; a mode that no column names is exact."""
     modes, rows = found["modes"], found["architectures"]
     built = {name: row["modes"] for name, row in rows.items() if "modes" in row}
     refused = {name: row["refused"] for name, row in rows.items() if "refused" in row}
@@ -19,35 +19,37 @@ def architectures(found: dict[str, Any]) -> list[str]:
         if name not in built and name not in refused
     }
     count = Counter(entry["outcome"] for row in built.values() for entry in row.values())
-    lines = [
-        (
-            f"{len(rows)} architectures: {len(built)} hosts run in {len(modes)} modes each ({', '.join(modes)}),"
-            f" {len(refused)} refused when attached, {len(missing)} not built. Of {sum(count.values()):,} pairs"
-            f" {count['exact']:,} are exact, {count['as run']} are scored as the host ran, {count['refused']} are"
-            f" refused, in {count['host fails']} the bare host fails by itself, {count['wrong']} are wrong."
-        ),
-        "",
-        "| architecture | exact | as run | refused | the host fails |",
-        "|---|---|---|---|---|",
-    ]
+    alike: dict[tuple[str, ...], list[str]] = {}
     for name, row in built.items():
-        cells = []
-        for outcome in ("exact", "as run", "refused", "host fails"):
-            those = [mode for mode in modes if row.get(mode, {}).get("outcome") == outcome]
-            cells.append("all" if those == modes else "; ".join(those))
-        lines.append(f"| {name} | " + " | ".join(cells) + " |")
-    lines += [
-        "",
+        cells = (
+            "; ".join(mode for mode in modes if row[mode]["outcome"] == outcome)
+            for outcome in ("as run", "refused", "host fails")
+        )
+        alike.setdefault(tuple(cells), []).append(name)
+    return [
         (
-            "Refused when attached, since what these layers give is not one hidden state a token, or the layers are not"
-            " found:"
+            f"{len(rows)} architectures: {len(built)} models run in {len(modes)} modes each ({', '.join(modes)}),"
+            f" {len(refused)} refused when attached, {len(missing)} not built. Of {sum(count.values()):,} pairs"
+            f" {count['exact']:,} are exact, {count['as run']} are scored as the model ran, {count['refused']} are"
+            f" refused, in {count['host fails']} the model itself fails, {count['wrong']} are wrong. Every mode that a"
+            " row does not name is exact."
         ),
         "",
+        "| architectures | scored as run | refused | the model itself fails |",
+        "|---|---|---|---|",
+        *(
+            f"| {', '.join(names)} | " + " | ".join(cells) + " |"
+            for cells, names in sorted(alike.items(), key=lambda item: -len(item[1]))
+        ),
+        "",
+        "Refused when attached, because their layers are not found or do not give one hidden state per token:",
+        "",
+        *(f"- {name}: {reason_of(reason)}" for name, reason in refused.items()),
+        "",
+        "Not built from a small configuration, by an error of transformers:",
+        "",
+        *(f"- {name}: {reason_of(reason)}" for name, reason in missing.items()),
     ]
-    lines += [f"- {name}: {reason_of(reason)}" for name, reason in refused.items()]
-    lines += ["", "Not built from a small configuration, by transformers' own error:", ""]
-    lines += [f"- {name}: {reason_of(reason)}" for name, reason in missing.items()]
-    return lines
 
 
 def memory_overhead(found: dict[str, Any]) -> list[str]:

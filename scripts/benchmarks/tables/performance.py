@@ -1,4 +1,4 @@
-"""Tables of docs/performance.md and docs/settings.md."""
+"""Tables of docs/performance.md and docs/scores.md."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tables of docs/quality.md, docs/training.md and docs/shipped-packs.md."""
+"""Tables of docs/quality.md, docs/training.md and docs/packs.md."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ _OPERATIONS = {
     "series_8000_concepts": "series of a run with a random pack of 8,000 concepts, none by name",
     "scrape_ms": "a scrape with 100 concepts by name, median, ms",
     "step_overhead_pct": "what metrics add to a token of the demo host, %",
-    "ladder_down_tokens": "tokens to the last rung of a budget of 3 ms, where hooks take 30 ms more",
+    "ladder_down_tokens": "tokens to the last degradation of a budget of 3 ms, where hooks take 30 ms more",
     "ladder_up_tokens": "tokens until all is scored again, once they do not",
 }
 

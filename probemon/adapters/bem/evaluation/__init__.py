@@ -1,1 +1,1 @@
-"""Is an adapter worth it: budgets, held-out losses, latency and memory. Intervals over documents need SciPy."""
+"""Budgets, held-out losses, latency and memory of adapters. Intervals over documents need SciPy."""

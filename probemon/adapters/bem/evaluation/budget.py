@@ -1,12 +1,9 @@
-"""Budgets: an adapter of so many trainable numbers, and the operations that it adds to a forward.
+"""Fits an adapter to a budget of trainable numbers, and counts operations.
 
-    solved = solve(model, BemConfig(form="kronecker", terms=1), budget=3_072)
-    solved.config, solved.n_trainable, solved.off        # the most terms that fit, then the controller's width
-    n_trainable(model, config)                           # without making it
-    flops(lambda: model(ids))                            # every product, and one for each number made otherwise
-
-Adapters are compared at equal *trainable* numbers: of all numbers of a host, an adapter of nothing is within any per
-cent. A budget of numbers is none of operations.
+solved = solve(model, BemConfig(form="kronecker", terms=1), budget=3_072)
+solved.config, solved.n_trainable, solved.off
+n_trainable(model, config)                           # without making it
+flops(lambda: model(ids))
 """
 
 from __future__ import annotations
@@ -26,12 +23,12 @@ from probemon.errors import ConfigError
 from probemon.host.model import hidden_size
 from probemon.util.checks import check_count
 
-_MOST_SIZE, _MOST_WIDTH = 4096, 8192  # as `BemConfig` has them
+_MOST_SIZE, _MOST_WIDTH = 4096, 8192  # limits of `BemConfig`
 
 
 @dataclass(frozen=True)
 class Solved:
-    """A config that comes close to a budget of trainable numbers, and how many it has."""
+    """A config near a budget, and its trainable numbers."""
 
     config: BemConfig
     n_trainable: int
@@ -39,16 +36,16 @@ class Solved:
 
     @property
     def off(self) -> float:
-        """By which share it is over the budget: -0.01 is one per cent under it."""
+        """Share over the budget: -0.01 is one per cent under."""
         return self.n_trainable / self.budget - 1
 
 
 def solve(model: Any, config: BemConfig, budget: int) -> Solved:
-    """Return `config` with the largest rank (of "kronecker": number of terms) that the budget of trainable numbers
-    holds, and then the controller whose width comes nearest to it. Where not even a rank of 1 fits, the controller is
-    made narrower.
+    """Return `config` with the largest rank (kronecker: terms) that fits the budget, then the nearest controller
+    width.
 
-    Raises `ConfigError` for a budget that is too small, and as `BemConfig` and `find_sites`.
+    The controller is narrowed if rank 1 does not fit. Raises `ConfigError` for too small a budget, and as `BemConfig`
+    and `find_sites`.
     """
     check_count("budget", budget, least=1)
     if not isinstance(config, BemConfig):
@@ -73,14 +70,12 @@ def solve(model: Any, config: BemConfig, budget: int) -> Solved:
 
 
 def n_trainable(model: Any, config: BemConfig) -> int:
-    """Return how many numbers an adapter of this config learns on this host. Raises as `find_sites`."""
+    """Return how many numbers an adapter of this config trains. Raises as `find_sites`."""
     return _count(hidden_size(model), find_sites(model, config), config)
 
 
 def flops(call: Callable[[], object]) -> int:
-    """Return the operations of a call: a multiply-add of a matrix product is two, and each number that is made element
-    by element is one.
-    """
+    """Return a call's operations: two for a multiply-add, one for each pointwise result."""
     pointwise = _Pointwise()
     with FlopCounterMode(display=False) as products, pointwise:
         call()
@@ -88,7 +83,7 @@ def flops(call: Callable[[], object]) -> int:
 
 
 class _Pointwise(TorchDispatchMode):
-    """Counts the numbers that operations element by element make."""
+    """Counts results of pointwise operations."""
 
     n = 0
 
@@ -104,7 +99,7 @@ def _sized(config: BemConfig, size: int) -> BemConfig:
 
 
 def _widest(config: BemConfig, widths: range, fits: Callable[[BemConfig], bool]) -> BemConfig:
-    """With the widest controller of some widths that fits. Raises `ConfigError` where none does."""
+    """The widest controller that fits. Raises `ConfigError` if none does."""
     if not widths or not fits(replace(config, width=widths[0])):
         least = replace(config, width=1)
         raise ConfigError(f"the budget is too small for an adapter of form {least.form!r}, whatever its size")
@@ -112,7 +107,7 @@ def _widest(config: BemConfig, widths: range, fits: Callable[[BemConfig], bool])
 
 
 def _last(values: Sequence[int], fits: Callable[[int], bool]) -> int:
-    """The index of the last of ascending values that fits; the first does."""
+    """Index of the last of ascending values that fits; the first does."""
     low, high = 0, len(values) - 1
     while low < high:
         middle = (low + high + 1) // 2

@@ -1,7 +1,7 @@
-"""Held-out loss of an adapter beside its bare host, with an interval by document.
+"""Held-out loss with an adapter and without, with an interval by document.
 
-measured = measure(bem, batches, documents)           # documents: one number for each row of all batches
-measured.loss, measured.bare_loss, measured.low, measured.high       # the interval is of loss - bare_loss
+measured = measure(bem, batches, documents)           # documents: a number for each row
+measured.loss, measured.bare_loss, measured.low, measured.high
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from torch import Tensor, nn
 
 from probemon.adapters.bem.attached import Bem
 from probemon.adapters.bem.evaluation.statistics import document_interval
-from probemon.adapters.bem.losses import Batch, forward_inputs, host_inputs, mode, next_labels, silenced
+from probemon.adapters.bem.losses import Batch, forward_inputs, mode, model_inputs, next_labels, silenced
 from probemon.errors import ConfigError, MissingExtra
 
 
 @dataclass(frozen=True)
 class HeldOut:
-    """Mean losses in nats a label, with the adapter and without, over documents that did not train it.
+    """Mean losses in nats a label.
 
-    `low`, `high`: the 95 % interval of `loss - bare_loss` over documents drawn whole (BCa); None for fewer than two of
-    them, or without SciPy. `n_better`: documents of a lower loss with the adapter.
+    `low`, `high`: 95 % interval of `loss - bare_loss` over documents (BCa); None for one document, or without SciPy.
+    `n_better`: documents that the adapter improves.
     """
 
     n_documents: int
@@ -38,7 +38,7 @@ class HeldOut:
 
     @property
     def difference(self) -> float:
-        """Under 0 the adapter is better."""
+        """Negative if the adapter is better."""
         return self.loss - self.bare_loss
 
 
@@ -46,26 +46,26 @@ class HeldOut:
 def measure(
     bem: Bem, batches: Sequence[Batch], documents: Sequence[int], progress: Callable[[int], object] = lambda n: None
 ) -> HeldOut:
-    """Return the losses on `batches`, of whose rows `documents` says which they are of. Raises `ConfigError`, also
-    where that is not a number for each row.
+    """Return losses on `batches`. `documents`: a number for each row. Raises `ConfigError` for another count, or
+    without labels.
     """
-    n_rows = sum(len(host_inputs(batch)["input_ids"]) for batch in batches)
+    n_rows = sum(len(model_inputs(batch)["input_ids"]) for batch in batches)
     if len(documents) != n_rows:
         raise ConfigError(f"{len(documents)} documents for {n_rows} rows: give a number for each row of all batches")
     steered, bare, counts = dict[int, float](), dict[int, float](), dict[int, int]()
     at = 0
     with mode(bem.host, training=False):
         for batch in batches:
-            own = documents[at : at + len(batch["input_ids"])]
-            at += len(own)
+            row_documents = documents[at : at + len(batch["input_ids"])]
+            at += len(row_documents)
             sums, n = label_losses(bem.host, batch)
             with silenced(bem):
                 without, _ = label_losses(bem.host, batch)
-            for row, document in enumerate(own):
+            for row, document in enumerate(row_documents):
                 steered[document] = steered.get(document, 0.0) + float(sums[row])
                 bare[document] = bare.get(document, 0.0) + float(without[row])
                 counts[document] = counts.get(document, 0) + int(n[row])
-            progress(len(own))
+            progress(len(row_documents))
     n_labels = sum(counts.values())
     if not n_labels:
         raise ConfigError("no document has a label that is to be predicted: there is nothing to measure")
@@ -80,12 +80,11 @@ def measure(
 
 
 def label_losses(host: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
-    """Return of each row the sum of its labels' cross-entropy `[B]` fp64, and how many they are `[B]`."""
+    """Return each row's summed cross-entropy `[B]` fp64, and number of labels `[B]`."""
     inputs = forward_inputs(host, batch)
     if batch.get("labels") is None:
         raise ConfigError(
-            f"a batch has {', '.join(batch)} and no labels: give them, [B, T] with -100 where a token is not to be"
-            " counted"
+            f"a batch has {', '.join(batch)} and no labels: give them, [B, T] with -100 for tokens that do not count"
         )
     labels = next_labels(host, batch)
     logits = host(**inputs, use_cache=False).logits[:, :-1]

@@ -1,12 +1,11 @@
-"""Latency of calls that take turns in one process: medians and tails with intervals, and ratios pair by pair.
+"""Latency of calls that take turns in one process, in quantiles and paired ratios.
 
     timed = take_turns({"lora": lambda: a(ids), "bem": lambda: b(ids)}, n_rounds=100)
     timed["bem"].quantile(0.95)                     # Quantile: value, low, high, in seconds
-    timed["bem"].ratios(timed["lora"])              # one for each round, as `median_ratio` takes them
-    median_ratio(timed["bem"], timed["lora"])       # Quantile
+    timed["bem"].ratios(timed["lora"])              # one for each round
+    median_ratio(timed["bem"], timed["lora"])
 
-On a shared machine a minute differs from the next by more than two adapters do. So calls take turns, in a new random
-order each round; what is compared are the times of one round, and the processor's time stands beside the clock's.
+Compare within a round: on a shared machine, minutes differ more than adapters.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from probemon.util.checks import check_callable, check_count, shown
 
 @dataclass(frozen=True)
 class Quantile:
-    """A quantile and its 95 % interval; None where there are too few rounds for one."""
+    """A quantile and its 95 % interval; None with too few rounds."""
 
     value: float
     low: float | None
@@ -34,20 +33,18 @@ class Quantile:
 
 @dataclass(frozen=True)
 class Timed:
-    """A call's seconds in each round: by the clock, and of the process's processors."""
+    """A call's wall-clock and CPU seconds in each round."""
 
     wall: tuple[float, ...]
     cpu: tuple[float, ...]
 
     def quantile(self, q: float) -> Quantile:
-        """Return a quantile of the clock's seconds, with its bootstrap interval."""
+        """Return a quantile of wall-clock seconds."""
         low, high = quantile_interval(self.wall, q) or (None, None)
         return Quantile(float(np.quantile(self.wall, q)), low, high)
 
     def ratios(self, other: Timed) -> list[float]:
-        """Return this call's seconds over those of another, round by round. Raises `ConfigError` where they took no
-        turns with each other.
-        """
+        """Return this call's seconds over another's, by round. Raises `ConfigError` if they took no turns."""
         if len(self.wall) != len(other.wall):
             raise ConfigError(f"{len(self.wall)} rounds and {len(other.wall)}: these calls did not take turns")
         return [a / b for a, b in zip(self.wall, other.wall, strict=True)]
@@ -56,9 +53,8 @@ class Timed:
 def take_turns(
     calls: Mapping[str, Callable[[], object]], n_rounds: int, *, n_warm_up: int = 3, seed: int = 0
 ) -> dict[str, Timed]:
-    """Time calls, each once a round, in a random order that `seed` gives; the first `n_warm_up` rounds do not count.
-
-    Where a GPU has been used, the clock starts and stops when it has nothing to do. Raises `ConfigError`.
+    """Time calls, once a round in random order by `seed`, after `n_warm_up` rounds. Waits for a GPU in use. Raises
+    `ConfigError`.
     """
     check_count("n_rounds", n_rounds, least=1, remedy="give 1 or more")
     check_count("n_warm_up", n_warm_up, remedy="give 0 or more")
@@ -82,7 +78,7 @@ def take_turns(
 
 
 def median_ratio(timed: Timed, other: Timed) -> Quantile:
-    """Return the median of the ratios of one call's seconds to another's, with its interval by order statistics."""
+    """Return the median ratio of one call's seconds to another's."""
     ratios = timed.ratios(other)
     low, high = median_interval(ratios) or (None, None)
     return Quantile(float(np.median(ratios)), low, high)

@@ -1,12 +1,11 @@
-"""Where a forward's time and memory go: each site by itself, the controller, and the most memory in use at a time.
+"""Time of a forward by site and in the controller, and its peak memory.
 
     profile = profile_sites(bem, lambda: model(ids))
     profile.controller.seconds
-    profile.sites["o_3"].update, profile.sites["o_3"].layer        # Span: seconds, n_calls
+    profile.sites["o_3"].update, profile.sites["o_3"].layer        # TimedSpan
     peak_memory(lambda: model(ids))                                # bytes more than before
 
-A profiler slows what it looks at: its seconds say where time goes. `probemon.adapters.bem.evaluation.latency` says how
-long it is.
+A profiler slows the call: for durations see `probemon.adapters.bem.evaluation.latency`.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from probemon.util.checks import check_callable, shown
 
 @dataclass(frozen=True)
 class TimedSpan:
-    """Seconds of the processor and of the GPU in what is named, and how often it ran."""
+    """CPU and GPU seconds, and number of calls."""
 
     seconds: float
     gpu_seconds: float
@@ -36,7 +35,7 @@ class TimedSpan:
 
 @dataclass(frozen=True)
 class SiteProfile:
-    """A site: the host's own layer, and the update of its output."""
+    """The model's own layer, and the update of its output."""
 
     layer: TimedSpan
     update: TimedSpan
@@ -44,7 +43,7 @@ class SiteProfile:
 
 @dataclass(frozen=True)
 class Profile:
-    """What a call spent, by the key of each site; `total` is the whole call."""
+    """Spans of a call, with sites by key."""
 
     total: TimedSpan
     controller: TimedSpan
@@ -52,14 +51,11 @@ class Profile:
 
 
 def profile_sites(bem: Bem, call: Callable[[], object]) -> Profile:
-    """Profile a call that runs the host with the adapter on it, by torch.profiler. Nothing is left on the host.
-
-    Raises `BemError` where the adapter is off, or no forward of the host passed it.
-    """
+    """Profile a call that runs the model. Raises `BemError` if the adapter is off, or no forward ran."""
     if not isinstance(bem, Bem):
-        raise BemError(f"{type(bem).__name__} is no adapter: give what attach_bem returned")
+        raise BemError(f"{type(bem).__name__} is not an adapter: give what attach_bem returned")
     if not bem.open:
-        raise BemError("the adapter is not on its host, so there is nothing to profile: attach it")
+        raise BemError("the adapter is not on its model, so there is nothing to profile: attach it")
     with ExitStack() as stack:
         _watch(stack, "controller", bem.controller, prefix="")
         for site in bem.sites:
@@ -72,8 +68,8 @@ def profile_sites(bem: Bem, call: Callable[[], object]) -> Profile:
         if event.key.startswith(_name("")) and event.device_type == torch.autograd.DeviceType.CPU
     }
     if _name("controller") not in spans:
-        raise BemError("the call ran no forward of the host, so there is nothing to profile")
-    nothing = TimedSpan(0.0, 0.0, 0)  # a site may be in a branch that this forward did not take
+        raise BemError("the call ran no forward of the model, so there is nothing to profile")
+    nothing = TimedSpan(0.0, 0.0, 0)  # a site may not have run
     return Profile(
         spans[_name("call")],
         spans[_name("controller")],
@@ -87,9 +83,8 @@ def profile_sites(bem: Bem, call: Callable[[], object]) -> Profile:
 
 
 def peak_memory(call: Callable[[], object], device: str | torch.device = "cpu") -> int:
-    """Return by how many bytes the memory of tensors on a device grew at most while a call ran: what the call returns,
-    what it kept, and what it let go again. Raises `ConfigError` for a device that is neither the CPU nor a GPU that is
-    there, and for what cannot be called.
+    """Return the peak growth in bytes of tensor memory during a call. Raises `ConfigError` for a device that is not
+    there, or if `call` is not callable.
     """
     check_callable("peak_memory", call)
     try:
@@ -121,7 +116,7 @@ def peak_memory(call: Callable[[], object], device: str | torch.device = "cpu") 
 
 
 def _watch(stack: ExitStack, key: str, module: nn.Module, prefix: str) -> None:
-    """Put spans around a module, and around what its other hooks do behind it."""
+    """Put spans around a module, and around its other hooks."""
     open_spans: list[record_function] = []
 
     def begin(name: str) -> None:
@@ -142,7 +137,7 @@ def _watch(stack: ExitStack, key: str, module: nn.Module, prefix: str) -> None:
             begin(f"update {key}")
 
     stack.callback(module.register_forward_pre_hook(before).remove)
-    # First of all hooks: the adapter's own, which is the update, runs behind it and before the last.
+    # First: the adapter's hook, the update, runs between this and the last.
     stack.callback(module.register_forward_hook(between, prepend=True).remove)
     if prefix:
         stack.callback(module.register_forward_hook(lambda *_: end()).remove)

@@ -1,11 +1,8 @@
-"""Intervals by what was measured: of a mean over documents, of a quantile, of a median.
+"""Intervals of a mean over documents, of a quantile and of a median.
 
-    document_interval(sums, counts)                             # one sum and one count for each document
-    quantile_interval(seconds, 0.95)
-    median_interval(ratios)
-
-Documents, of which there are many, are judged by a bias-corrected bootstrap (BCa) that draws whole documents, since
-tokens of one document are not independent.
+document_interval(sums, counts)                             # one of each for each document
+quantile_interval(seconds, 0.95)
+median_interval(ratios)
 """
 
 from __future__ import annotations
@@ -29,23 +26,24 @@ _N_BOOTSTRAP = 9_999
 def document_interval(
     sums: Sequence[float] | Doubles, counts: Sequence[float] | Doubles, *, confidence: float = 0.95
 ) -> tuple[float, float]:
-    """Return the BCa interval of `sum(sums) / sum(counts)` (Efron 1987) over documents, each drawn whole.
+    """Return the BCa interval of `sum(sums) / sum(counts)` (Efron 1987), drawing whole documents.
 
-    `sums [N]`: of each document, the sum of what was measured at its tokens, such as a paired difference of losses;
-    `counts [N]`: its tokens. Where all documents have one mean the interval is that point. Raises `ConfigError`,
-    `MissingExtra`.
+    `sums [N]`: each document's sum over tokens.
+    `counts [N]`: its tokens.
+
+    Raises `ConfigError`, `MissingExtra`.
     """
     check_share("confidence", confidence)
-    of_documents, n = finite_numbers("sums", sums), finite_numbers("counts", counts)
-    if len(of_documents) != len(n) or len(n) < 2 or not (n > 0).all():
+    document_sums, n = finite_numbers("sums", sums), finite_numbers("counts", counts)
+    if len(document_sums) != len(n) or len(n) < 2 or not (n > 0).all():
         raise ConfigError("a sum and a count over 0 are needed for each document, and two documents at least")
-    means = of_documents / n
+    means = document_sums / n
     if np.ptp(means) == 0:
         return float(means[0]), float(means[0])
-    found = (
+    interval = (
         scipy_stats()
         .bootstrap(
-            (of_documents, n),
+            (document_sums, n),
             lambda s, c, axis=-1: s.sum(axis=axis) / c.sum(axis=axis),
             paired=True,
             vectorized=True,
@@ -56,14 +54,14 @@ def document_interval(
         )
         .confidence_interval
     )
-    return float(found.low), float(found.high)
+    return float(interval.low), float(interval.high)
 
 
 def quantile_interval(
     values: Sequence[float] | Doubles, q: float, *, confidence: float = 0.95
 ) -> tuple[float, float] | None:
-    """Return the bootstrap interval of a quantile (percentiles of 9,999 draws). None where so few values show nothing
-    of that tail: under five beyond the quantile, of a p99 under 500.
+    """Return the bootstrap interval of a quantile (9,999 draws); None with fewer than five values beyond it. Raises
+    `ConfigError`.
     """
     check_share("q", q)
     check_share("confidence", confidence)
@@ -77,12 +75,10 @@ def quantile_interval(
 
 
 def median_interval(values: Sequence[float] | Doubles, *, confidence: float = 0.95) -> tuple[float, float] | None:
-    """Return the interval of the median by order statistics, which holds for any distribution. None where there are
-    too few values for it, or one is not finite.
-    """
+    """Return the interval of the median by order statistics. None for too few values, or if one is not finite."""
     ordered = np.sort(np.asarray(values, dtype=np.float64))
     n, tail = len(ordered), (1 - confidence) / 2
-    # The k-th smallest of n is over the median with the probability that fewer than k of n fair coins show heads.
+    # P(k-th smallest > median) = P(fewer than k heads).
     below, k = 0.0, 0
     while k < n and below < 1 - tail:
         below += math.comb(n, k) / 2**n
@@ -93,19 +89,19 @@ def median_interval(values: Sequence[float] | Doubles, *, confidence: float = 0.
 
 
 def finite_numbers(name: str, values: Sequence[float] | Doubles) -> Doubles:
-    """Return a list of numbers as an array. Raises `ConfigError` for another thing, and for one that is not finite."""
-    found = numbers(name, values)
-    if found.ndim != 1 or not len(found) or not np.isfinite(found).all():
+    """Return a list of numbers as an array. Raises `ConfigError` if it is empty, or not finite."""
+    array = numbers(name, values)
+    if array.ndim != 1 or not len(array) or not np.isfinite(array).all():
         raise ConfigError(f"{name} are a list of finite numbers, one at least")
-    return found
+    return array
 
 
 def numbers(name: str, values: object) -> Doubles:
-    """Return numbers, of whatever shape, as an array. Raises `ConfigError`."""
+    """Return numbers as an array. Raises `ConfigError`."""
     try:
         return np.asarray(values, dtype=np.float64)
     except (TypeError, ValueError):
-        raise ConfigError(f"{name} are no table of numbers: give numbers, as many in each row") from None
+        raise ConfigError(f"{name} are not a table of numbers: give numbers, as many in each row") from None
 
 
 def scipy_stats() -> Any:

@@ -1,7 +1,4 @@
-"""Kronecker: a sum of Kronecker products, each with a number of the code before it.
-
-form = Kronecker(n_in=1536, n_out=576, shapes=((24, 32), (24, 48)), terms=2, scale=1.0, generator=generator)
-"""
+"""Kronecker: a sum of Kronecker products, weighted by the code."""
 
 from __future__ import annotations
 
@@ -15,11 +12,9 @@ from probemon.errors import ConfigError
 
 
 class Kronecker(Form):
-    """`scale * sum_k c_k (A_k (x) B_k) x`, without ever making the product: `(A (x) B) x = vec(A X B^T)`, with X the
-    input as a matrix `[a2, b2]`, row by row.
+    """`scale * sum_k c_k (A_k (x) B_k) x`, by `(A (x) B) x = vec(A X B^T)` with X the input as rows `[a2, b2]`.
 
-    `shapes`: those of A `(a1, a2)` and B `(b1, b2)`: a1 b1 is the number of outputs, a2 b2 that of inputs. A `[K, a1,
-    a2]` is zero at the start, B `[K, b1, b2]` is not; a code has K numbers. Raises `ConfigError`.
+    `shapes`: `(a1, a2)` and `(b1, b2)`, with a1 b1 outputs and a2 b2 inputs, else `ConfigError`. A starts at zero.
     """
 
     def __init__(
@@ -44,7 +39,7 @@ class Kronecker(Form):
         self.B = first_factor(terms, b1, b2, n_in=b2, generator=generator)
 
     def forward(self, x: Tensor, codes: Tensor, base: Tensor, share: Tensor | None = None) -> Tensor:
-        """As of `Form`, from the side that takes fewer operations."""
+        """See `Form`; the cheaper side goes first."""
         codes = codes if share is None else codes * share
         (_, a2), (_, b2) = self.shapes
         matrix = x.unflatten(-1, (a2, b2))  # [M, a2, b2]
@@ -62,26 +57,24 @@ class Kronecker(Form):
         return a1 * b2 * (a2 + b1) <= a2 * b1 * (b2 + a1)
 
     def dense(self, code: Tensor) -> Tensor:
-        """As of `Form`."""
+        """See `Form`."""
         terms = [c * torch.kron(a, b) for c, a, b in zip(code, self.A, self.B, strict=True)]
         return self.scale * torch.stack(terms).sum(dim=0)
 
     def sizes(self, codes: Tensor) -> tuple[Tensor, Tensor]:
-        """As of `Form`. The first is exact for one term, else an upper bound: `scale sum |c_k| sigma1(A_k)
-        sigma1(B_k)`, or the Frobenius norm where that is smaller.
-        """
+        """See `Form`. Exact for one term, else `scale sum |c_k| sigma1(A_k) sigma1(B_k)`, at most the norm."""
         norms = torch.linalg.matrix_norm(self.A, 2) * torch.linalg.matrix_norm(self.B, 2)
         frobenius = self.frobenius(codes)
         return torch.minimum(self.scale * codes.abs() @ norms, frobenius), frobenius
 
     def frobenius(self, codes: Tensor) -> Tensor:
-        """As of `Form`."""
+        """See `Form`."""
         grams = [torch.einsum("kpa,lpa->kl", factor, factor) for factor in (self.A, self.B)]
         square = ((codes @ (grams[0] * grams[1])) * codes).sum(dim=-1)
         return self.scale * root(square)
 
     def flops(self, n_tokens: int) -> int:
-        """As of `Form`."""
+        """See `Form`."""
         (a1, a2), (b1, b2) = self.shapes
         first, half = (a1 * a2 * b2, a1 * b2) if self._a_first else (a2 * b1 * b2, a2 * b1)
         second = a1 * b1 * b2 if self._a_first else a1 * a2 * b1
@@ -89,6 +82,6 @@ class Kronecker(Form):
 
 
 def closest_shapes(n_in: int, n_out: int) -> tuple[tuple[int, int], tuple[int, int]]:
-    """Return shapes of A and B whose sides are as near as possible to the roots of the site's."""
+    """Return shapes of A and B nearest to the roots of the site's."""
     a1, a2 = (max(k for k in range(1, math.isqrt(n) + 1) if n % k == 0) for n in (n_out, n_in))
     return (a1, a2), (n_out // a1, n_in // a2)

@@ -1,8 +1,4 @@
-"""Forms of an adapter's sites, made of its settings.
-
-form = make_form(config, n_in, n_out, n_heads, generator)      # of form="head_groups", "rank_mask", "kronecker", "film"
-steered = steer(form, x, applied, base)                         # x, applied and base of a forward, in its dtypes
-"""
+"""Builds and applies the form of a site."""
 
 from __future__ import annotations
 
@@ -20,13 +16,13 @@ from probemon.errors import ConfigError
 
 
 def make_form(config: BemConfig, n_in: int, n_out: int, n_heads: int | None, generator: torch.Generator) -> Form:
-    """Return a fresh form of a site. Raises `ConfigError` where it does not fit the host's `n_heads`."""
+    """Return a fresh form. Raises `ConfigError` if it does not fit the model's `n_heads`."""
     if config.form == "head_groups":
         assert config.groups is not None
         if n_heads is None or n_heads % config.groups:
-            of_host = "a number of heads that is not known" if n_heads is None else f"{n_heads} heads"
+            heads = "an unknown number of heads" if n_heads is None else f"{n_heads} heads"
             raise ConfigError(
-                f"groups is {config.groups}, and the host has {of_host}: give a number of groups that divides it"
+                f"groups is {config.groups}, and the model has {heads}: give a number of groups that divides it"
             )
         return HeadGroups(n_in, n_out, groups=config.groups, rank=config.rank, scale=config.scale, generator=generator)
     if config.form == "rank_mask":
@@ -48,16 +44,17 @@ def make_form(config: BemConfig, n_in: int, n_out: int, n_heads: int | None, gen
 
 
 def steer(form: Form, x: Tensor, applied: Tensor, base: Tensor) -> Tensor:
-    """Return base `[M, out]` with the updates of x `[M, in]`, in the dtype of base: computed in fp32 or wider, rounded
-    once. `applied [M, n + 1]`: codes, and what the limits leave of each update.
+    """Return base `[M, out]` plus updates of x `[M, in]`, computed in fp32 or wider and rounded once.
+
+    `applied [M, n + 1]`: codes, then shares.
     """
     parameters = dict(form.named_parameters())
     wide = torch.promote_types(base.dtype, torch.float32)
     for tensor in (x, applied, *parameters.values()):
         wide = torch.promote_types(wide, tensor.dtype)
-    given = x.to(wide), applied[:, :-1].to(wide), base.to(wide), applied[:, -1:].to(wide)
+    arguments = x.to(wide), applied[:, :-1].to(wide), base.to(wide), applied[:, -1:].to(wide)
     if all(parameter.dtype == wide for parameter in parameters.values()):
-        steered: Tensor = form(*given)
+        steered: Tensor = form(*arguments)
     else:
-        steered = functional_call(form, {name: tensor.to(wide) for name, tensor in parameters.items()}, given)
+        steered = functional_call(form, {name: tensor.to(wide) for name, tensor in parameters.items()}, arguments)
     return steered.to(base.dtype)

@@ -1,7 +1,4 @@
-"""RankMask: a low-rank update of which each code keeps exactly k components.
-
-form = RankMask(n_in=576, n_out=576, rank=32, active=8, scale=1.0, generator=generator)
-"""
+"""RankMask: a low-rank update with exactly k components per code."""
 
 from __future__ import annotations
 
@@ -15,11 +12,12 @@ from probemon.errors import ConfigError
 
 
 class RankMask(Form):
-    """`scale * U (m * V^T x)` with a mask m of exactly `active` ones of `rank`, where the code's numbers are largest.
+    """`scale * U (m * V^T x)`; m has ones at the code's `active` largest numbers. V `[in, R]`, U `[out, R]`.
 
-    V `[in, R]`, U `[out, R]`; a code has R numbers. `hadamard` rotates the masked components by an orthonormal
-    Walsh-Hadamard transform, for ranks that are powers of two; U can learn the same rotation, so it is off by default.
-    `temperature`: of the sigmoid that the mask's gradient is taken from. Raises `ConfigError`.
+    `hadamard`: rotate the masked components; R must be a power of two. U can learn this too.
+    `temperature`: of the sigmoid that gives the mask a gradient.
+
+    Raises `ConfigError`.
     """
 
     def __init__(
@@ -45,7 +43,7 @@ class RankMask(Form):
         self.U = last_factor(n_out, rank)
 
     def forward(self, x: Tensor, codes: Tensor, base: Tensor, share: Tensor | None = None) -> Tensor:
-        """As of `Form`. Where no gradient is made and all rows have one mask, only its components are computed."""
+        """See `Form`. Without gradients, one mask for all rows computes its components only."""
         masks = straight_through(codes, self.active, self.temperature)
         if not torch.is_grad_enabled() and len(masks) and bool((masks == masks[0]).all()):
             return self._gathered(x, masks[0], base, share)
@@ -54,51 +52,50 @@ class RankMask(Form):
         return torch.addmm(base, self.rotated(masked), self.U.T, alpha=self.scale)
 
     def _gathered(self, x: Tensor, mask: Tensor, base: Tensor, share: Tensor | None) -> Tensor:
-        kept = mask.nonzero()[:, 0]
-        masked = x @ self.V[:, kept] if share is None else (x @ self.V[:, kept]) * share
+        indices = mask.nonzero()[:, 0]
+        masked = x @ self.V[:, indices] if share is None else (x @ self.V[:, indices]) * share
         if not self.hadamard:
-            return torch.addmm(base, masked, self.U[:, kept].T, alpha=self.scale)
-        full = masked.new_zeros(len(x), self.rank).index_copy(1, kept, masked)
+            return torch.addmm(base, masked, self.U[:, indices].T, alpha=self.scale)
+        full = masked.new_zeros(len(x), self.rank).index_copy(1, indices, masked)
         return torch.addmm(base, self.rotated(full), self.U.T, alpha=self.scale)
 
     def rotated(self, components: Tensor) -> Tensor:
         return hadamard_transform(components) if self.hadamard else components
 
     def dense(self, code: Tensor) -> Tensor:
-        """As of `Form`."""
-        kept = self.V * top_mask(code[None], self.active)
-        return self.scale * self.U @ self.rotated(kept).T
+        """See `Form`."""
+        masked = self.V * top_mask(code[None], self.active)
+        return self.scale * self.U @ self.rotated(masked).T
 
     def sizes(self, codes: Tensor) -> tuple[Tensor, Tensor]:
-        """As of `Form`, both exact."""
+        """See `Form`; both exact."""
         u = self.rotated(self.U)  # the transform is its own transpose
         r_u, r_v = (torch.linalg.qr(factor, mode="r").R for factor in (u, self.V))
         masks = straight_through(codes, self.active, self.temperature)
         return norms_of((self.scale * r_u * masks[:, None, :]) @ r_v.T)
 
     def frobenius(self, codes: Tensor) -> Tensor:
-        """As of `Form`."""
+        """See `Form`."""
         u, masks = self.rotated(self.U), straight_through(codes, self.active, self.temperature)
         square = ((masks @ ((u.T @ u) * (self.V.T @ self.V))) * masks).sum(dim=-1)
         return self.scale * root(square)
 
     def flops(self, n_tokens: int, *, constant: bool = False) -> int:
-        """As of `Form`; `constant`: where one mask holds for all tokens, and its components alone are computed."""
+        """See `Form`. `constant`: one mask for all tokens."""
         rank = self.active if constant else self.rank
         rotation = self.rank * (self.rank.bit_length() - 1) if self.hadamard else 0
         return n_tokens * (2 * rank * (self.n_in + self.n_out) + (0 if constant else rank) + rotation + self.n_out)
 
 
 def top_mask(codes: Tensor, active: int) -> Tensor:
-    """Return masks `[M, R]` of codes `[M, R]`: 1 at the `active` largest numbers, ties to the lowest index, else 0."""
+    """Return masks `[M, R]`: 1 at the `active` largest codes, lowest index first."""
     order = codes.argsort(dim=-1, descending=True, stable=True)[:, :active]
     return torch.zeros_like(codes).scatter(1, order, 1.0)
 
 
 def straight_through(codes: Tensor, active: int, temperature: float) -> Tensor:
-    """Return `top_mask` with the gradient of `sigmoid((code - border) / temperature)`, of which half a unit lies at the
-    border between what is kept and what is not (straight-through: Bengio et al. 2013). NaN for a code that is not
-    finite, so that it is seen.
+    """Return `top_mask` with the gradient of `sigmoid((code - border) / temperature)`, the border being the smallest
+    active code (Bengio et al. 2013). NaN for non-finite codes.
     """
     mask = top_mask(codes, active).where(codes.isfinite().all(dim=-1, keepdim=True), math.nan)
     if not codes.requires_grad:
@@ -110,7 +107,7 @@ def straight_through(codes: Tensor, active: int, temperature: float) -> Tensor:
 
 
 def hadamard_transform(components: Tensor) -> Tensor:
-    """Return the orthonormal Walsh-Hadamard transform of the last dimension, whose length is a power of two."""
+    """Return the orthonormal Walsh-Hadamard transform of the last dimension."""
     length = components.shape[-1]
     out, half = components, 1
     while half < length:

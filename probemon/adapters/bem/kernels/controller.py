@@ -1,15 +1,10 @@
-"""The controller's step over one column of decoding in Triton, forward and backward: codes of B tokens, and what is
-carried to the next.
+"""Controller step over one column of decoding in Triton, forward and backward.
 
     step = controller_step(hidden, real, carry, weights, settings)      # hidden [B, 1, D], real [B, 1] bool
-    step.token, step.carry  # [B, 1, r]; n, open, code, summary, log_mass, confidence
 
-The mathematics is that of `probemon.adapters.bem.controller`, whose eager code is the reference. There are two
-launches. The first is the projection: several processors read its weights, which are nearly all, at once. The second is
-all the rest, by a program a row, which sees for itself whether its row completes a chunk, so that nothing waits for the
-device. Weights and carry are fp32 (or all fp64), and so is everything made of them; no matrix unit is used, so nothing
-is rounded to tf32. A row's result, and the gradients of its hidden state and carry, are bitwise the same from run to
-run and whatever other rows there are.
+The reference is `probemon.adapters.bem.controller`. Programs share the projection's weights in one launch; a second
+does the rest, one program per row. All is fp32 or fp64, without tf32. A row's result and gradients are bitwise the same
+in every run and batch.
 """
 
 from __future__ import annotations
@@ -33,25 +28,24 @@ from probemon.adapters.bem.update import MOST_RANK, MOST_WIDTH
 from probemon.errors import ConfigError
 
 EPS = 1e-5  # of every LayerNorm
-# Rows and features of a program of the projection. Fixed: a tile that grew with the batch would change the order in
-# which a row's sums are made.
+# Rows and features per program; fixed, to keep the order of a row's sums.
 ROWS, OUT = 4, 4
-_TILE = 8192  # values of a tile, 32 of each of 256 threads
+_TILE = 8192  # values per tile, 32 per thread
 _WARPS = 8
 _COMMON = (
     "norm.weight", "norm.bias", "project.weight", "project.bias", "query",
     "confidence.0.weight", "confidence.0.bias", "confidence.1.weight", "confidence.1.bias", "log_temperature",
 )  # fmt: skip
 _PARTS_OF_ROUTER = ("0.weight", "0.bias", "1.weight", "1.bias", "3.weight", "3.bias")
-ROUTERS = {"prefix": 1, "chunk": 2, "token": 2}  # and how many features, of `width` each, they read
+ROUTERS = {"prefix": 1, "chunk": 2, "token": 2}  # inputs of `width` features
 CARRY = ("n", "open", "code", "summary", "log_mass", "confidence")
 WEIGHTS = (*_COMMON, *(f"{router}.{part}" for router in ROUTERS for part in _PARTS_OF_ROUTER))
-_FIRST = {router: WEIGHTS.index(f"{router}.0.weight") for router in ROUTERS}  # where its weights begin in WEIGHTS
+_FIRST = {router: WEIGHTS.index(f"{router}.0.weight") for router in ROUTERS}
 
 
 @dataclass(frozen=True)
 class StepSettings:
-    """Settings as in `BemConfig`. `under`, `over`: levels of tokens before and from `token_limit` on."""
+    """Settings as in `BemConfig`. `under`, `over`: levels of tokens below and from `token_limit`."""
 
     ema: float
     max_norm: float
@@ -62,9 +56,7 @@ class StepSettings:
 
 
 class ColumnStep(NamedTuple):
-    """What a column makes. `z [B, 1, w]`: features. `carry`: n, open, code, summary, log_mass, confidence, after it.
-    The rest is as in `Codes`, `[B, 1, ..]`.
-    """
+    """Outputs of a column: features `z [B, 1, w]`, `carry` as `CARRY`, the rest as in `Codes`."""
 
     z: Tensor
     carry: tuple[Tensor, ...]
@@ -79,7 +71,7 @@ class ColumnStep(NamedTuple):
 
 @functools.lru_cache(maxsize=64)
 def step_meta(width: int, rank: int, chunk_tokens: int, settings: StepSettings, dtype: torch.dtype) -> dict[str, Any]:
-    """Return compile-time sizes and settings of the kernels of a row."""
+    """Return compile-time arguments per row."""
     w = triton.next_power_of_2(width)
     return {
         "WIDTH": width, "RANK": rank, "SIZE": chunk_tokens, "PREFIX_CHUNKS": settings.prefix_tokens // chunk_tokens,
@@ -94,26 +86,25 @@ def step_meta(width: int, rank: int, chunk_tokens: int, settings: StepSettings, 
 
 @functools.lru_cache(maxsize=64)
 def features_meta(width: int, hidden_size: int, dtype: torch.dtype) -> dict[str, Any]:
-    """Return compile-time sizes of the kernels of the projection."""
+    """Return compile-time arguments of the projection."""
     block = min(triton.next_power_of_2(hidden_size), _TILE // (ROWS * OUT))
     return {"WIDTH": width, "OUT": OUT, "BLOCK": block, **_arithmetic(dtype)}
 
 
 def _arithmetic(dtype: torch.dtype) -> dict[str, Any]:
     accumulator = tl.float64 if dtype == torch.float64 else tl.float32
-    # As in `update`: what is to be fused says so, else a row's bits would depend on its place in the batch.
+    # Only explicit fma fuses; see `update`.
     return {"EPS": EPS, "ACC": accumulator, "num_warps": _WARPS, "enable_fp_fusion": False}
 
 
 def _forward(
     settings: StepSettings, hidden: Tensor, real: Tensor, carry: Sequence[Tensor], weights: Sequence[Tensor | None]
 ) -> tuple[Tensor | None, ...]:
-    """Features, the carry, codes, confidence, chunk index, boundary, level."""
+    """Return features, carry, codes, confidence, chunk index, boundary, level."""
     n, open_, code, *_ = carry
     (b, size, width), rank, d = open_.shape, code.shape[1], hidden.shape[2]
     z, new_carry = open_.new_empty(b, 1, width), [torch.empty_like(t) for t in carry]
     codes = [None if weights[_FIRST[router]] is None else open_.new_empty(b, 1, rank) for router in ROUTERS]
-    # Confidence, chunk index, boundary, level.
     columns = (open_.new_empty(b, 1), n.new_empty(b, 1), torch.empty_like(real), n.new_empty(b, 1))
     if b:
         norm, shift, project, bias, *others = weights
@@ -146,43 +137,44 @@ class _ControllerStep(torch.autograd.Function):
         hidden, real, z, *saved = ctx.saved_tensors
         outputs, carry, weights = saved[:3], saved[3:9], saved[9:]
         (b, size, width), rank, d = carry[1].shape, carry[2].shape[1], hidden.shape[2]
-        of_outputs = [
+        grad_outputs = [
             None if grad is None else grad.contiguous() for i, grad in enumerate(grads[:11]) if i != 1
         ]  # no n
-        of_z, *of_carry = (torch.empty_like(t) for t in (z, *carry[1:]))
+        grad_z, *grad_carry = (torch.empty_like(t) for t in (z, *carry[1:]))
         at, n_parts = _places(weights, width, rank)
         parts = z.new_zeros(b, n_parts)
         norm, _, project, *_ = weights
-        hat, of_y, moments = (z.new_empty(b, m) for m in (d, d, 3))
+        hat, grad_y, moments = (z.new_empty(b, m) for m in (d, d, 3))
         if b:
             with torch.cuda.device_of(hidden):
                 meta = dict(step_meta(width, rank, size, ctx.settings, z.dtype))
                 for forward_only in ("LIMIT", "UNDER", "OVER", "ACC"):
                     del meta[forward_only]
                 backward.step_back[(b,)](
-                    z, real, *carry, *weights[4:], *outputs, *of_outputs, of_z, *of_carry, parts, PARTS=n_parts,
+                    z, real, *carry, *weights[4:], *outputs, *grad_outputs, grad_z, *grad_carry, parts, PARTS=n_parts,
                     AT_PREFIX=at["prefix"], AT_CHUNK=at["chunk"], AT_TOKEN=at["token"], **meta,
                 )  # fmt: skip
                 backward.features_back[(b,)](
-                    hidden, real, norm, project, of_z, hat, of_y, moments, d, **features_meta(width, d, z.dtype)
+                    hidden, real, norm, project, grad_z, hat, grad_y, moments, d, **features_meta(width, d, z.dtype)
                 )
-        of_hidden = None
-        if ctx.needs_input_grad[1]:  # row by row: what torch sums along a row on a GPU depends on how many there are
+        grad_hidden = None
+        if ctx.needs_input_grad[1]:  # elementwise: torch's sums depend on the batch
             scale, plain, along = moments.split(1, dim=1)
-            of_hidden = torch.where(real, (of_y * norm - plain - hat * along) * scale, 0.0)
-            of_hidden = of_hidden.view(hidden.shape).to(hidden.dtype)
-        of_weights: list[Tensor | None] = [None] * len(weights)
+            grad_hidden = torch.where(real, (grad_y * norm - plain - hat * along) * scale, 0.0)
+            grad_hidden = grad_hidden.view(hidden.shape).to(hidden.dtype)
+        grad_weights: list[Tensor | None] = [None] * len(weights)
         if any(ctx.needs_input_grad[9:]):
-            of_weights = [
-                *_of_normalised_linear(hat, of_y, norm, weights[1], of_z[:, 0]), *_of_confidence(parts, weights, width),
-                *(grad for router, n_in in ROUTERS.items() for grad in _of_router(parts[:, at[router] :], weights,
+            grad_weights = [
+                *_normalised_linear_grads(hat, grad_y, norm, weights[1], grad_z[:, 0]),
+                *_confidence_grads(parts, weights, width),
+                *(grad for router, n_in in ROUTERS.items() for grad in _router_grads(parts[:, at[router] :], weights,
                 router, n_in * width, width, rank)),
             ]  # fmt: skip
-        return None, of_hidden, None, None, *of_carry, *of_weights
+        return None, grad_hidden, None, None, *grad_carry, *grad_weights
 
 
 def _places(weights: Sequence[Tensor | None], width: int, rank: int) -> tuple[dict[str, int], int]:
-    """Where in a row's parts each router's begin, and how long they are together."""
+    """Return each router's offset in the parts, and their length."""
     at, end = {}, 3 * width + 2
     for router, n_in in ROUTERS.items():
         at[router] = end
@@ -192,49 +184,52 @@ def _places(weights: Sequence[Tensor | None], width: int, rank: int) -> tuple[di
 
 
 def _transposed_product(a: Tensor, b: Tensor) -> Tensor:
-    """`a^T b`, in the fixed order and without the tf32 that torch's own product may be set to use."""
+    """Return `a^T b` in a fixed order, without tf32."""
     a = a.contiguous()
     return sum_over_rows(b.contiguous(), a, torch.ones_like(a), 1.0, 0.0, a).t()
 
 
-def _of_normalised_linear(hat: Tensor, of_y: Tensor, gain: Tensor, bias: Tensor, grad: Tensor) -> tuple[Tensor, ...]:
-    """Gradients of a LayerNorm and the linear layer that follows; `grad`: that of the layer's output."""
-    return (of_y * hat).sum(dim=0), of_y.sum(dim=0), _transposed_product(grad, hat * gain + bias), grad.sum(dim=0)
+def _normalised_linear_grads(
+    hat: Tensor, grad_y: Tensor, gain: Tensor, bias: Tensor, grad: Tensor
+) -> tuple[Tensor, ...]:
+    """Return gradients of a LayerNorm and the linear layer after it."""
+    return (grad_y * hat).sum(dim=0), grad_y.sum(dim=0), _transposed_product(grad, hat * gain + bias), grad.sum(dim=0)
 
 
-def _of_confidence(parts: Tensor, weights: Sequence[Tensor], width: int) -> tuple[Tensor, ...]:
-    """Gradients of the query, the confidence and its temperature."""
-    of_query, of_logit, of_heat, hat = parts[:, : 3 * width + 2].split([width, 1, 1, 2 * width], dim=1)
+def _confidence_grads(parts: Tensor, weights: Sequence[Tensor], width: int) -> tuple[Tensor, ...]:
+    """Return gradients of query, confidence and temperature."""
+    grad_query, grad_logit, grad_heat, hat = parts[:, : 3 * width + 2].split([width, 1, 1, 2 * width], dim=1)
     gain, bias, weight = weights[5:8]
-    return of_query.sum(dim=0), *_of_normalised_linear(hat, of_logit * weight, gain, bias, of_logit), of_heat.sum(dim=0)
+    return (
+        grad_query.sum(dim=0),
+        *_normalised_linear_grads(hat, grad_logit * weight, gain, bias, grad_logit),
+        grad_heat.sum(dim=0),
+    )
 
 
-def _of_router(
+def _router_grads(
     parts: Tensor, weights: Sequence[Tensor | None], router: str, n_in: int, width: int, rank: int
 ) -> tuple[Tensor | None, ...]:
     first = _FIRST[router]
     gain, bias = weights[first : first + 2]
     if gain is None or bias is None:
         return (None,) * len(_PARTS_OF_ROUTER)
-    hat, of_y, middle, of_middle, of_raw = parts[:, : 2 * n_in + 2 * width + rank].split(
+    hat, grad_y, middle, grad_middle, grad_raw = parts[:, : 2 * n_in + 2 * width + rank].split(
         [n_in, n_in, width, width, rank], dim=1
     )
-    linear = _of_normalised_linear(hat, of_y, gain, bias, of_middle)
-    return *linear, _transposed_product(of_raw, middle), of_raw.sum(dim=0)
+    linear = _normalised_linear_grads(hat, grad_y, gain, bias, grad_middle)
+    return *linear, _transposed_product(grad_raw, middle), grad_raw.sum(dim=0)
 
 
 def controller_step(
     hidden: Tensor, real: Tensor, carry: Sequence[Tensor], weights: Mapping[str, Tensor], settings: StepSettings
 ) -> ColumnStep:
-    """Read one more token of each of B rows: hidden `[B, 1, D]` of any float dtype, real `[B, 1]` bool (padding is not
-    read, and leaves its row's carry as it was).
+    """Return the outputs of one more token per row: hidden `[B, 1, D]`, real `[B, 1]` bool (False keeps the carry).
 
-    `carry`: as in `probemon.adapters.bem.state.Carry`, n `[B]` int64, open `[B, N, w]`, code `[B, r]`, summary `[B,
-    w]`, log_mass `[B]`, confidence `[B]`. `weights`: by their names in the controller (`WEIGHTS`); those of a router
-    that it does not have are absent.
+    `carry`: n `[B]` int64, open `[B, N, w]`, code `[B, r]`, summary `[B, w]`, log_mass `[B]`, confidence `[B]`.
+    `weights`: by `WEIGHTS`, of present routers.
 
-    Widths are from 1 to 1,024, ranks from 1 to 64. It is differentiable once in hidden, carry and weights. Raises
-    `ConfigError` where they do not fit.
+    Widths up to 1,024, ranks up to 64. Differentiable once. Raises `ConfigError` if inputs do not fit.
     """
     ordered = [weights.get(name) for name in WEIGHTS]
     _check(tuple(None if t is None else (t.shape, t.dtype, t.device) for t in (hidden, real, *carry, *ordered)))
@@ -247,9 +242,9 @@ def controller_step(
     return ColumnStep(outputs[0], outputs[1:7], *outputs[7:])
 
 
-@functools.lru_cache(maxsize=64)  # a step of decoding looks like the one before
+@functools.lru_cache(maxsize=64)  # decoding steps look alike
 def _check(kinds: tuple[tuple[torch.Size, torch.dtype, torch.device] | None, ...]) -> None:
-    """The kernels check no address: what does not fit must not reach them."""
+    """Raise `ConfigError` if inputs do not fit: kernels check no address."""
     names = ("hidden", "real", *CARRY, *WEIGHTS)
     present = {name: kind for name, kind in zip(names, kinds, strict=True) if kind is not None}
     shapes = {name: tuple(shape) for name, (shape, _, _) in present.items()}
@@ -275,19 +270,19 @@ def _check(kinds: tuple[tuple[torch.Size, torch.dtype, torch.device] | None, ...
             name: (shapes.get(name), expected.get(name)) for name in names if shapes.get(name) != expected.get(name)
         }
         raise ConfigError(
-            f"what is given and expected differs in (given, expected) {wrong}: give weights by their names in the"
+            f"shapes differ as (given, expected) in {wrong}: give weights by their names in the"
             " controller, and one column of B rows"
         )
     dtype, device = present["open"][1], present["hidden"][2]
-    for name, (_, own_dtype, own_device) in present.items():
+    for name, (_, tensor_dtype, tensor_device) in present.items():
         if name == "hidden":
-            fine = own_dtype.is_floating_point
+            fine = tensor_dtype.is_floating_point
         else:
-            fine = own_dtype == {"n": torch.int64, "real": torch.bool}.get(name, dtype)
-        if own_device != device or not fine:
+            fine = tensor_dtype == {"n": torch.int64, "real": torch.bool}.get(name, dtype)
+        if tensor_device != device or not fine:
             raise ConfigError(
-                f"{name} is {own_dtype} on {own_device}; hidden is on {device}, open {dtype}: n is int64, real bool,"
-                " hidden floating, all else as open, on one device"
+                f"{name} is {tensor_dtype} on {tensor_device}; hidden is on {device}, open {dtype}: n is int64, real"
+                " bool, hidden floating, all else as open, on one device"
             )
     if dtype not in (torch.float32, torch.float64):
         raise ConfigError(

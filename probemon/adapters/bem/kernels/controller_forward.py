@@ -1,14 +1,7 @@
-"""The Triton kernels of the controller's step, forward, which `probemon.adapters.bem.kernels.controller` launches.
+"""Triton kernels of the controller step, forward: the projection (`features`) and the rest (`step`).
 
-    features[(blocks of rows, blocks of features)](hidden, real, ..., z, ...)  # LayerNorm, Linear over the hidden size
-    step[(rows,)](z, real, n, open, ..., **meta)                               # all the rest, a program a row
-
-The projection has nearly all weights: its outputs are spread over programs, which read them at once. All the rest needs
-all features of a row, and little else. A program computes a row in tiles whose sizes depend on the controller's alone,
-in a fixed order, without matrix units or atomics.
-
-A router's input is a tile `[P, W]`: its P parts of `WIDTH` features each lie side by side in memory (`at`), with zeros
-beyond (`inside`).
+Tiles and the order of sums depend only on the controller's sizes. A router's input is a tile `[P, W]` of P parts,
+adjacent in memory (`at`), zero outside `inside`.
 """
 
 # mypy: disable-error-code="untyped-decorator,no-untyped-def"
@@ -20,7 +13,7 @@ import triton.language as tl
 
 @triton.jit
 def standardise(x, inside, N: tl.constexpr, EPS: tl.constexpr):
-    """Return the LayerNorm of N values without its affine part, zeros outside, and the scale of their distances."""
+    """Return the LayerNorm of N values without its affine part, and its scale."""
     centred = tl.where(inside, x - tl.sum(x) / N, 0.0)
     scale = 1.0 / tl.sqrt(tl.sum(centred * centred) / N + EPS)
     return centred * scale, scale
@@ -31,16 +24,14 @@ def hidden_units(
     first_ptr, shift_ptr, last_ptr, y, inside, at, start, k,
     N: tl.constexpr, RANK: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Return the first weights `[BLOCK, P, W]` of `BLOCK` hidden units of a router, their values before the SiLU, and
-    their last weights `[R, BLOCK]`.
-    """
+    """Return first weights `[BLOCK, P, W]`, hidden units before the SiLU, last weights `[R, BLOCK]`."""
     j = start + tl.arange(0, BLOCK)
-    of_j = j < WIDTH
+    mask_j = j < WIDTH
     first = tl.load(
-        first_ptr + j[:, None, None] * N + at[None, :, :], mask=of_j[:, None, None] & inside[None, :, :], other=0.0
+        first_ptr + j[:, None, None] * N + at[None, :, :], mask=mask_j[:, None, None] & inside[None, :, :], other=0.0
     )
-    middle = tl.sum(tl.sum(first * y[None, :, :], axis=2), axis=1) + tl.load(shift_ptr + j, mask=of_j, other=0.0)
-    last = tl.load(last_ptr + k[:, None] * WIDTH + j[None, :], mask=(k < RANK)[:, None] & of_j[None, :], other=0.0)
+    middle = tl.sum(tl.sum(first * y[None, :, :], axis=2), axis=1) + tl.load(shift_ptr + j, mask=mask_j, other=0.0)
+    last = tl.load(last_ptr + k[:, None] * WIDTH + j[None, :], mask=(k < RANK)[:, None] & mask_j[None, :], other=0.0)
     return first, middle, last
 
 
@@ -73,7 +64,7 @@ def features(
     WIDTH: tl.constexpr, ROWS: tl.constexpr, OUT: tl.constexpr, BLOCK: tl.constexpr, EPS: tl.constexpr,
     ACC: tl.constexpr,
 ):  # fmt: skip
-    """Compute `OUT` features of `ROWS` rows of `z [B, WIDTH]`. A row of padding is not read: it counts as zeros."""
+    """Compute `OUT` features of `ROWS` rows of `z [B, WIDTH]`; padding counts as zeros."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     j, lane = tl.program_id(1) * OUT + tl.arange(0, OUT), tl.arange(0, BLOCK)
     read = tl.load(real_ptr + row, mask=row < B, other=0) != 0
@@ -124,27 +115,25 @@ def step(  # noqa: PLR0915 (compiled as one)
     EMA: tl.constexpr, MAX_NORM: tl.constexpr, ROOT: tl.constexpr, EPS: tl.constexpr,
     W: tl.constexpr, R: tl.constexpr, BLOCK: tl.constexpr, SLOTS: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
-    """Compute the codes of a row's token, and its carry with the token in it. p, c, t: the prefix, chunk and token
-    router, None for one that is not there.
-    """
+    """Compute the codes of a row's token, and the carry. p, c, t: prefix, chunk and token router."""
     row, i, k, part = tl.program_id(0).to(tl.int64), tl.arange(0, W), tl.arange(0, R), tl.arange(0, 2)[:, None]
-    of_i, of_k = i < WIDTH, k < RANK
-    at, inside = part * WIDTH + i[None, :], of_i[None, :] & (part >= 0)
+    mask_i, mask_k = i < WIDTH, k < RANK
+    at, inside = part * WIDTH + i[None, :], mask_i[None, :] & (part >= 0)
     real, before = tl.load(real_ptr + row) != 0, tl.load(n_ptr + row)
-    z = tl.load(z_ptr + row * WIDTH + i, mask=of_i, other=0.0)
-    summary = tl.load(summary_ptr + row * WIDTH + i, mask=of_i, other=0.0)
-    code, sure = tl.load(code_ptr + row * RANK + k, mask=of_k, other=0.0), tl.load(sure_ptr + row)
+    z = tl.load(z_ptr + row * WIDTH + i, mask=mask_i, other=0.0)
+    summary = tl.load(summary_ptr + row * WIDTH + i, mask=mask_i, other=0.0)
+    code, sure = tl.load(code_ptr + row * RANK + k, mask=mask_k, other=0.0), tl.load(sure_ptr + row)
 
-    # The token's codes come from the chunks that are complete without it.
+    # Codes come from chunks before this token.
     tl.store(used_out_ptr + row, tl.where(real, sure, 0.0))
     if p0_ptr is not None:
         raw = router(
-            p0_ptr, p1_ptr, p2_ptr, p3_ptr, p4_ptr, p5_ptr, summary[None, :], of_i[None, :], i[None, :], k,
+            p0_ptr, p1_ptr, p2_ptr, p3_ptr, p4_ptr, p5_ptr, summary[None, :], mask_i[None, :], i[None, :], k,
             WIDTH, RANK, WIDTH, BLOCK, EPS,
         )  # fmt: skip
-        tl.store(prefix_out_ptr + row * RANK + k, tl.where(real, _clamp(raw, MAX_NORM) * sure, 0.0), mask=of_k)
+        tl.store(prefix_out_ptr + row * RANK + k, tl.where(real, _clamp(raw, MAX_NORM) * sure, 0.0), mask=mask_k)
     if c0_ptr is not None:
-        tl.store(chunk_out_ptr + row * RANK + k, tl.where(real, code, 0.0), mask=of_k)
+        tl.store(chunk_out_ptr + row * RANK + k, tl.where(real, code, 0.0), mask=mask_k)
     if t0_ptr is not None:
         token_input = tl.where(part == 0, z[None, :], summary[None, :])
         raw = router(
@@ -164,7 +153,7 @@ def step(  # noqa: PLR0915 (compiled as one)
             BLOCK,
             EPS,
         )
-        tl.store(token_out_ptr + row * RANK + k, tl.where(real, _clamp(raw, MAX_NORM) * sure, 0.0), mask=of_k)
+        tl.store(token_out_ptr + row * RANK + k, tl.where(real, _clamp(raw, MAX_NORM) * sure, 0.0), mask=mask_k)
     after = before + real.to(tl.int64)
     tl.store(n_out_ptr + row, after)
     tl.store(index_out_ptr + row, tl.where(real, before // SIZE, -1))
@@ -172,17 +161,16 @@ def step(  # noqa: PLR0915 (compiled as one)
     if level_out_ptr is not None:
         tl.store(level_out_ptr + row, tl.where(after - 1 < LIMIT, UNDER, OVER))
 
-    if real & (before % SIZE == SIZE - 1):  # it completes its chunk
-        query, mass = tl.load(query_ptr + i, mask=of_i, other=0.0), tl.load(mass_ptr + row)
-        # A softmax in one pass, which goes on from the prefix so far: weights are relative to the largest score yet,
-        # `top`.
+    if real & (before % SIZE == SIZE - 1):  # completes its chunk
+        query, mass = tl.load(query_ptr + i, mask=mask_i, other=0.0), tl.load(mass_ptr + row)
+        # One-pass softmax, relative to the largest score yet.
         top, shares, weighted, sums = mass, tl.full((), 1.0, dtype=ACC), summary, tl.zeros_like(z)
         for start in range(0, SIZE, SLOTS):
             slot = start + tl.arange(0, SLOTS)
-            kept = (slot < SIZE)[:, None] & of_i[None, :]
-            x = tl.load(open_ptr + (row * SIZE + slot[:, None]) * WIDTH + i[None, :], mask=kept, other=0.0)
+            slot_mask = (slot < SIZE)[:, None] & mask_i[None, :]
+            x = tl.load(open_ptr + (row * SIZE + slot[:, None]) * WIDTH + i[None, :], mask=slot_mask, other=0.0)
             x = tl.where((slot == SIZE - 1)[:, None], z[None, :], x)
-            tl.store(open_out_ptr + (row * SIZE + slot[:, None]) * WIDTH + i[None, :], tl.zeros_like(x), mask=kept)
+            tl.store(open_out_ptr + (row * SIZE + slot[:, None]) * WIDTH + i[None, :], tl.zeros_like(x), mask=slot_mask)
             score = tl.where(slot < SIZE, tl.sum(x * query[None, :], axis=1) / ROOT, float("-inf"))
             higher = tl.maximum(top, tl.max(score, axis=0))
             share, decay = tl.exp(score - higher), tl.exp(top - higher)
@@ -192,7 +180,7 @@ def step(  # noqa: PLR0915 (compiled as one)
             top = higher
         grows = before // SIZE < PREFIX_CHUNKS
         summary = tl.where(grows, weighted / shares, summary)
-        tl.store(summary_out_ptr + row * WIDTH + i, summary, mask=of_i)
+        tl.store(summary_out_ptr + row * WIDTH + i, summary, mask=mask_i)
         tl.store(mass_out_ptr + row, tl.where(grows, top + tl.log(shares), mass))
         chunk_input = tl.where(part == 0, (sums / SIZE)[None, :], summary[None, :])
         hat, _scale = standardise(chunk_input, inside, 2 * WIDTH, EPS)
@@ -221,15 +209,15 @@ def step(  # noqa: PLR0915 (compiled as one)
                 EPS,
             )
             code = _clamp(raw, MAX_NORM) * sure * (1.0 - EMA) + code * EMA
-        tl.store(code_out_ptr + row * RANK + k, code, mask=of_k)
+        tl.store(code_out_ptr + row * RANK + k, code, mask=mask_k)
     else:
         for start in range(0, SIZE, SLOTS):
             slot = start + tl.arange(0, SLOTS)
-            kept = (slot < SIZE)[:, None] & of_i[None, :]
-            x = tl.load(open_ptr + (row * SIZE + slot[:, None]) * WIDTH + i[None, :], mask=kept, other=0.0)
+            slot_mask = (slot < SIZE)[:, None] & mask_i[None, :]
+            x = tl.load(open_ptr + (row * SIZE + slot[:, None]) * WIDTH + i[None, :], mask=slot_mask, other=0.0)
             x = tl.where((real & (slot == before % SIZE))[:, None], z[None, :], x)
-            tl.store(open_out_ptr + (row * SIZE + slot[:, None]) * WIDTH + i[None, :], x, mask=kept)
-        tl.store(code_out_ptr + row * RANK + k, code, mask=of_k)
-        tl.store(summary_out_ptr + row * WIDTH + i, summary, mask=of_i)
+            tl.store(open_out_ptr + (row * SIZE + slot[:, None]) * WIDTH + i[None, :], x, mask=slot_mask)
+        tl.store(code_out_ptr + row * RANK + k, code, mask=mask_k)
+        tl.store(summary_out_ptr + row * WIDTH + i, summary, mask=mask_i)
         tl.store(mass_out_ptr + row, tl.load(mass_ptr + row))
         tl.store(sure_out_ptr + row, sure)

@@ -1,14 +1,10 @@
-"""The generated low-rank update in Triton, forward and backward: for a block of rows, one program makes `x V`, weights
-it, and spreads it over `U`.
+"""Generated low-rank update in Triton, forward and backward.
 
     update = generated_update(x, V, U, codes, scale)                # scale * ((x V) * codes) U^T
-    output = generated_update(x, V, U, codes, scale, base=y)        # y + the same, in one pass
+    output = generated_update(x, V, U, codes, scale, base=y)        # in one pass
 
-Everything is widened to fp32 on loading (fp64 stays fp64), multiplied and added there, and rounded once, on storing; no
-matrix unit is used, so nothing is rounded to tf32. A program takes 8 rows in tiles whose size depends on the weights
-alone: a row's result is bitwise the same from run to run and whatever other rows share the batch. Sums over rows
-(gradients of V and U) add up parts of consecutive rows, then the parts in their order: there are no atomics. Weights
-are read fastest where V^T `[r, in]` and U^T `[r, out]` are contiguous.
+Computes in fp32 (fp64 for fp64), without tf32, and rounds once. A row's result is bitwise the same in every run and
+batch. Contiguous V^T and U^T are read fastest.
 """
 
 from __future__ import annotations
@@ -25,29 +21,29 @@ from probemon.adapters.bem.update import MOST_RANK
 from probemon.errors import ConfigError
 from probemon.util.cache_folders import give_triton_a_folder
 
-ROWS = 8  # of a program. Fixed: a tile that grew with the batch would change the order in which a row's sums are made
-PART = 256  # rows of one part of a sum over rows, at least
-_MOST_PARTS = 64  # bounds the memory of the parts
-_PROGRAMS = 128  # wanted of a launch: where rows are few, several programs share a block, each with its own outputs
-_TILE = 16384  # products of a tile, 64 of each of 256 threads; of fp64, for which registers do not suffice, half
-# Of a tile. More, which ranks of 1 and 2 would leave room for, need more shared memory than the 99 KB of many chips.
+ROWS = 8  # per program; fixed, to keep the order of a row's sums
+PART = 256  # minimum rows per part of a sum
+_MOST_PARTS = 64  # bounds memory
+_PROGRAMS = 128  # per launch, if possible
+_TILE = 16384  # products per tile; half for fp64, by registers
+# Per tile: at ranks 1 and 2, more exceed 99 KB of shared memory.
 _MOST_COLUMNS = 512
 _WARPS = 8
-_STAGES = 3  # loads under way while a tile is multiplied
-_FARTHEST = (1 << 31) - 1  # place within V or U, which the kernels count in int32: in strided ones a copy is read
+_STAGES = 3  # loads in flight
+_FARTHEST = (1 << 31) - 1  # offsets are int32: farther ones are copied
 give_triton_a_folder()
 
 
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
 def _load_codes(codes_ptr, row, inside, j, eps, RANK: tl.constexpr, ACC: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Codes `[ROWS, R]` of rows, and which rows are live. Not `abs > eps`: a NaN is live, so that it is seen."""
+    """Return codes `[ROWS, R]` and live rows; not by `abs > eps`, so that NaN is live."""
     codes = tl.load(
         codes_ptr + row[:, None] * RANK + j[None, :], mask=inside[:, None] & (j < RANK)[None, :], other=0.0
     ).to(ACC)
     return codes, tl.max(tl.where(tl.abs(codes) <= eps, 0, 1), axis=1) > 0
 
 
-# How many rows there are must not be compiled in: code for one row is other code.
+# Not specialised on M: code for one row would differ.
 @triton.jit(do_not_specialize=["M"])  # type: ignore[untyped-decorator,unused-ignore]
 def _over_rows(  # type: ignore[no-untyped-def]
     a_ptr, first_ptr, second_ptr, codes_ptr, base_ptr, sums_ptr, out_ptr,
@@ -55,15 +51,13 @@ def _over_rows(  # type: ignore[no-untyped-def]
     RANK: tl.constexpr, R: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
     ACC: tl.constexpr,
 ):  # fmt: skip
-    """`sums [M, RANK]` = a first; `out [M, N]` = base + scale * (sums * codes) second^T; either may be None, and base.
-    `N_SHARE` outputs a program.
-    """
+    """Compute `sums [M, RANK]` = a first, `out [M, N]` = base + scale * (sums * codes) second^T."""
     row, j = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS), tl.arange(0, R)
-    inside, of_rank, lane = row < M, j < RANK, tl.arange(0, BLOCK)
+    inside, rank_mask, lane = row < M, j < RANK, tl.arange(0, BLOCK)
     codes, live = _load_codes(codes_ptr, row, inside, j, eps, RANK, ACC)
     summed = live
     if sums_ptr is not None:
-        summed = inside & (live | (eps == 0))  # a code of zero has a gradient; a row that was left out has none
+        summed = inside & (live | (eps == 0))  # zero codes have gradients, skipped rows none
     end = tl.where(tl.max(summed.to(tl.int32), axis=0) > 0, K, 0)
     total = tl.zeros((ROWS, R, BLOCK), dtype=ACC)
     for start in tl.range(0, end, BLOCK, num_stages=STAGES):
@@ -72,34 +66,38 @@ def _over_rows(  # type: ignore[no-untyped-def]
             ACC
         )
         first = tl.load(
-            first_ptr + j[:, None] * FIRST_R + k[None, :] * FIRST_K, mask=of_rank[:, None] & (k < K)[None, :], other=0.0
+            first_ptr + j[:, None] * FIRST_R + k[None, :] * FIRST_K,
+            mask=rank_mask[:, None] & (k < K)[None, :],
+            other=0.0,
         ).to(ACC)
         total = tl.fma(
             tl.broadcast_to(a[:, None, :], total.shape), tl.broadcast_to(first[None, :, :], total.shape), total
         )
     sums = tl.where(summed[:, None], tl.sum(total, axis=2), 0.0)
     if sums_ptr is not None and tl.program_id(1) == 0:
-        tl.store(sums_ptr + row[:, None] * RANK + j[None, :], sums, mask=inside[:, None] & of_rank[None, :])
+        tl.store(sums_ptr + row[:, None] * RANK + j[None, :], sums, mask=inside[:, None] & rank_mask[None, :])
     if out_ptr is not None:
         weighted = sums * codes * scale
         read = tl.where(tl.max(live.to(tl.int32), axis=0) > 0, N, 0)
         begin = tl.program_id(1) * N_SHARE
         for start in tl.range(begin, tl.minimum(begin + N_SHARE, N), BLOCK, num_stages=STAGES):
             n = start + lane
-            kept = inside[:, None] & (n < N)[None, :]
+            store_mask = inside[:, None] & (n < N)[None, :]
             second = tl.load(
                 second_ptr + j[:, None] * SECOND_R + n[None, :] * SECOND_N,
-                mask=of_rank[:, None] & (n < read)[None, :],
+                mask=rank_mask[:, None] & (n < read)[None, :],
                 other=0.0,
             )
             update = tl.sum(weighted[:, :, None] * second.to(ACC)[None, :, :], axis=1)
             changed = live[:, None] & (update != 0)
             out = row[:, None] * N + n[None, :]
             if base_ptr is None:
-                tl.store(out_ptr + out, tl.where(changed, update, 0.0), mask=kept)
-            else:  # what is not changed keeps its bits, the sign of a zero too
-                base = tl.load(base_ptr + row[:, None] * BASE_ROW + n[None, :], mask=kept, other=0.0)
-                tl.store(out_ptr + out, tl.where(changed, (base.to(ACC) + update).to(base.dtype), base), mask=kept)
+                tl.store(out_ptr + out, tl.where(changed, update, 0.0), mask=store_mask)
+            else:  # unchanged values keep their bits, even -0.0
+                base = tl.load(base_ptr + row[:, None] * BASE_ROW + n[None, :], mask=store_mask, other=0.0)
+                tl.store(
+                    out_ptr + out, tl.where(changed, (base.to(ACC) + update).to(base.dtype), base), mask=store_mask
+                )
 
 
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
@@ -108,7 +106,7 @@ def _over_columns(  # type: ignore[no-untyped-def]
     RANK: tl.constexpr, R: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
     ACC: tl.constexpr,
 ):  # fmt: skip
-    """`parts [n, RANK, K]`: scale * (sums * codes)^T a, of `PART_ROWS` consecutive rows each."""
+    """Compute `parts [n, RANK, K]`: scale * (sums * codes)^T a per `PART_ROWS` rows."""
     k, j, part = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, R), tl.program_id(1).to(tl.int64)
     begin = part * PART_ROWS
     total = tl.zeros((ROWS, R, BLOCK), dtype=ACC)
@@ -128,12 +126,11 @@ def _over_columns(  # type: ignore[no-untyped-def]
 
 
 def tile_meta(rank: int, widest: int, dtype: torch.dtype) -> dict[str, Any]:
-    """Return compile-time sizes for weights of this rank, the longer `widest` long, and sums in `dtype`."""
+    """Return compile-time arguments for weights up to `widest` long."""
     r = triton.next_power_of_2(rank)
     accumulator, tile = (tl.float64, _TILE // 2) if dtype == torch.float64 else (tl.float32, _TILE)
     block = min(max(triton.next_power_of_2(widest), 16), tile // (ROWS * r), _MOST_COLUMNS)
-    # The compiler may fuse no product with a sum: which ones it takes differs between rows of one tile, so a row's bits
-    # would depend on its place in the batch. What is to be fused says so (`tl.fma`).
+    # Only explicit `tl.fma` fuses: the compiler's choice differs between rows of a tile.
     return {
         "RANK": rank, "R": r, "ROWS": ROWS, "BLOCK": block, "STAGES": _STAGES, "ACC": accumulator, "num_warps": _WARPS,
         "enable_fp_fusion": False,
@@ -167,7 +164,7 @@ def _launch_rows(
 
 
 def sum_over_rows(a: Tensor, sums: Tensor, codes: Tensor, scale: float, eps: float, like: Tensor) -> Tensor:
-    """Return `a^T (scale * sums * codes)`, [columns of a, r], in the dtype of `like`: the gradient of V or U."""
+    """Return `a^T (scale * sums * codes)` [K, r], the gradient of V or U."""
     (m, k), rank = a.shape, like.shape[1]
     part_rows = max(PART, triton.cdiv(triton.cdiv(m, _MOST_PARTS), ROWS) * ROWS)
     parts = torch.empty(triton.cdiv(m, part_rows), rank, k, dtype=sums.dtype, device=a.device)
@@ -181,7 +178,7 @@ def sum_over_rows(a: Tensor, sums: Tensor, codes: Tensor, scale: float, eps: flo
 
 
 def _rows_contiguous(t: Tensor) -> Tensor:
-    """Rows that begin at 16 bytes, too: for others Triton compiles other code."""
+    """Contiguous rows, 16-byte aligned: Triton specialises the kernel on alignment."""
     t = t if t.stride(1) == 1 else t.contiguous()
     return t if t.data_ptr() % 16 == 0 else t.clone()
 
@@ -206,30 +203,30 @@ class _GeneratedUpdate(torch.autograd.Function):
     @once_differentiable  # type: ignore[untyped-decorator,unused-ignore]
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         (x, v, u, codes, sums), scale, eps = ctx.saved_tensors, ctx.scale, ctx.eps
-        for_x, for_v, for_u, for_codes, for_base = ctx.needs_input_grad[:5]
-        grad, of_x, of_v, of_u, of_codes = _rows_contiguous(grad), None, None, None, None
-        grad_u = _empty_sums(x, codes) if for_v or for_codes else None
-        if for_x or grad_u is not None:  # the forward kernel with V and U in each other's place
-            of_x = torch.empty(x.shape, dtype=x.dtype, device=x.device) if for_x else None
+        needs_x, needs_v, needs_u, needs_codes, needs_base = ctx.needs_input_grad[:5]
+        grad, x_grad, v_grad, u_grad, codes_grad = _rows_contiguous(grad), None, None, None, None
+        grad_sums = _empty_sums(x, codes) if needs_v or needs_codes else None
+        if needs_x or grad_sums is not None:  # the forward kernel, V and U swapped
+            x_grad = torch.empty(x.shape, dtype=x.dtype, device=x.device) if needs_x else None
             _launch_rows(
                 a=grad,
                 first=u,
                 second=v,
                 codes=codes,
                 base=None,
-                sums=grad_u,
-                out=of_x,
+                sums=grad_sums,
+                out=x_grad,
                 dtype=_sum_dtype(x),
                 scale=scale,
                 eps=eps,
             )
-        if for_v and grad_u is not None:
-            of_v = sum_over_rows(x, grad_u, codes, scale, eps, v)
-        if for_codes and grad_u is not None:
-            of_codes = (grad_u * sums * scale).to(codes.dtype)
-        if for_u:
-            of_u = sum_over_rows(grad, sums, codes, scale, eps, u)
-        return of_x, of_v, of_u, of_codes, grad if for_base else None, None, None
+        if needs_v and grad_sums is not None:
+            v_grad = sum_over_rows(x, grad_sums, codes, scale, eps, v)
+        if needs_codes and grad_sums is not None:
+            codes_grad = (grad_sums * sums * scale).to(codes.dtype)
+        if needs_u:
+            u_grad = sum_over_rows(grad, sums, codes, scale, eps, u)
+        return x_grad, v_grad, u_grad, codes_grad, grad if needs_base else None, None, None
 
 
 def _sum_dtype(x: Tensor) -> torch.dtype:
@@ -253,14 +250,13 @@ def _forward(
 def generated_update(
     x: Tensor, V: Tensor, U: Tensor, codes: Tensor, scale: float, *, base: Tensor | None = None, eps: float = 0.0
 ) -> Tensor:
-    """Return `scale * ((x V) * codes) U^T` [M, out], in the dtype of x; with `base` [M, out], base plus it, in its own.
+    """Return `scale * ((x V) * codes) U^T` [M, out] in x's dtype, or its sum with `base` [M, out] in base's.
 
-    x [M, in], V [in, r], U [out, r] of any strides, codes [M, r], r from 1 to 64, all floating and on one device.
-    `scale` and `eps` are rounded to fp32. A row whose codes are all `|c| <= eps` is left out: its update is exactly
-    zero, its base keeps its bits, and for eps > 0 it makes no gradient; with eps = 0, where leaving out is exact, its
-    codes have theirs. Blocks of 8 such rows cost next to nothing.
+    x [M, in], V [in, r], U [out, r], codes [M, r]: any strides, r up to 64, floating, on one device. `scale` and `eps`
+    are rounded to fp32. Rows with all `|c| <= eps` are skipped: their base keeps its bits, and codes have gradients
+    only if eps is 0.
 
-    It is differentiable once in x, V, U, codes and base. Raises `ConfigError` where they do not fit.
+    Differentiable once. Raises `ConfigError` if inputs do not fit.
     """
     _check(x, V, U, codes, base, eps)
     x, codes, base = _rows_contiguous(x), codes.contiguous(), base if base is None else _rows_contiguous(base)
@@ -272,7 +268,7 @@ def generated_update(
 
 
 def _check(x: Tensor, v: Tensor, u: Tensor, codes: Tensor, base: Tensor | None, eps: float) -> None:
-    """The kernels check no address: what does not fit must not reach them."""
+    """Raise `ConfigError` if inputs do not fit: kernels check no address."""
     tensors = {"x": x, "V": v, "U": u, "codes": codes} | ({} if base is None else {"base": base})
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     fit = x.dim() == u.dim() == 2

@@ -1,4 +1,4 @@
-"""What hosts with a recurrent state keep: step sizes, decays, and how far back their states reach."""
+"""Telemetry of recurrent layers."""
 
 from probemon.adapters.routing.recurrent.monitor import StateMonitor
 

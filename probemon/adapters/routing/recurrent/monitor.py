@@ -1,12 +1,8 @@
-"""StateMonitor: watches what the recurrent layers of one host keep, while its `with` block is open.
+"""StateMonitor: watches the recurrent layers of one model while its `with` block is open.
 
-with StateMonitor(model) as monitor:                    # step sizes, decays, how far back states reach
+with StateMonitor(model) as monitor:
     model.generate(**inputs, max_new_tokens=50)
-monitor.report()                                        # {"ssm.3": {"half_life_p50": ..., "resets": ...}, ...}
-monitor.alerts                                          # [Alert(kind="short", stream=Stream("ssm", "ssm.3", 3), ...)]
-with StateMonitor(model, states=True) as monitor: ...   # the states themselves, too: norm, growth, what is new
-
-with manager.attach(model, tokenizer, followers=[routing := Routing()]): ...    # with probes: routing.recurrent
+monitor.report()                        # {"ssm.3": {"half_life_p50": ..., "resets": ...}, ...}
 """
 
 from __future__ import annotations
@@ -30,10 +26,10 @@ from probemon.util.checks import check_choice
 
 
 class StateMonitor(StateRecorder, Follower):
-    """A recorder that watches a model by itself, without probes.
+    """A recorder that watches a model by itself; alongside probes, use `Routing`.
 
-    `states`: see `StateRecorder`. `on_gap`: "raise" or "report", as in `manager.attach`. Raises `NotSupportedHost`,
-    `ConfigError`. Errors of listeners are kept in `failures`, and raised as `CallbackFailed` when the block ends.
+    `on_gap`: "raise" or "report", as in `manager.attach`. Raises `UnsupportedModel`. Listener errors are raised as
+    `CallbackFailed` when the block ends.
     """
 
     def __init__(self, model: Any, *, states: bool = False, on_gap: str = "raise") -> None:
@@ -62,14 +58,14 @@ class StateMonitor(StateRecorder, Follower):
 
     @property
     def forward_seconds(self) -> list[float]:
-        """Seconds spent in our hooks, one entry a forward of the host, of the newest 10,000."""
+        """Seconds spent in the hooks, per forward; the newest 10,000."""
         return list(self._watcher.forward_seconds)
 
     def _count_tokens(
         self, generation: Generation | None, recording: Recording, placed: PlacedTokens, states: States | str
     ) -> Report | None:
         count = self.take(recording, placed, states)
-        with self._lock:  # numbered, and nothing is kept of them, so that nothing grows
+        with self._lock:  # number the tokens, keep nothing
             recording.add_forgotten(len(placed))
             keep_newest(self._watcher.recordings, 0)
         return None if count is None else lambda report: count() if report else None

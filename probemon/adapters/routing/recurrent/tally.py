@@ -1,10 +1,4 @@
-"""What the steps and states of layers add up to: counts, sums and sketches by layer, and alerts of windows.
-
-tally = StateTally(names, limit)
-tally.add(told)                     # Told: of n tokens of one row, in order
-tally.report()                      # {"ssm.3": {"delta_p50": ..., "half_life_p50": ..., ...}}
-tally.alerts                        # the alerts that hold now
-"""
+"""Sums over steps and states of recurrent layers, and alerts."""
 
 from __future__ import annotations
 
@@ -21,15 +15,15 @@ from probemon.adapters.routing.decisions import SSM, Stream
 from probemon.adapters.routing.sketch import LogSketch
 from probemon.host.recurrent.scan import effective_rank
 
-WINDOW = 512  # tokens after which alerts are judged
-FORGETS, KEEPS, RESET = 0.1, 0.99, -3.0  # decays under and over which a head forgets at once, or never; and a log decay
-_OPEN = 10.0  # times the median: a step so long opens the state to its token
+WINDOW = 512  # tokens between judgements
+FORGETS, KEEPS, RESET = 0.1, 0.99, -3.0  # the last one is a log decay
+_OPEN = 10.0  # times the median step
 _SHORT, _MOST_SHORT = 2.0, 0.95
-_FULL, _MOST_FULL, _FULL_FROM = 0.99, 0.95, 64  # a state that holds all tokens so far says nothing in a short text
+_FULL, _MOST_FULL, _FULL_FROM = 0.99, 0.95, 64  # a short text is always held whole
 _MOST_AT_LIMIT, _MOST_GROWTH = 0.5, 2.0
 KINDS = NOT_FINITE, SHORT, FULL, AT_LIMIT = "not finite", "short", "full", "at limit"
 GROWS = "grows"
-# What an alert looks at, and over which value it is raised.
+# Metric and threshold.
 _ALERTS = {
     NOT_FINITE: ("tokens whose step or state is not finite", 0.0),
     SHORT: (f"share of heads that hold less than {_SHORT:.0f} tokens", _MOST_SHORT),
@@ -37,20 +31,19 @@ _ALERTS = {
     AT_LIMIT: ("share of steps at their limit", _MOST_AT_LIMIT),
     GROWS: (f"growth of the state in {WINDOW} tokens", _MOST_GROWTH),
 }
-# How many tokens it takes to judge a kind: of all rows, and for the last of one.
+# Tokens needed to judge a kind; for GROWS in one row.
 _NEEDED = {SHORT: WINDOW, FULL: WINDOW, AT_LIMIT: WINDOW, GROWS: 2 * WINDOW + 1}
-_SKETCHED = 64  # tokens whose steps are added to the sketches together
-_CALM = 0.9  # of what raises an alert: under that it is over
+_SKETCHED = 64  # tokens sketched together
+_CALM = 0.9  # of the threshold; below, alerts clear
 
 
 @dataclass(frozen=True)
 class Told:
-    """Of n tokens of one row in S layers.
+    """What S layers did at n tokens of one row.
 
-    - `dt` `[S, n, H]`, `log_decay` and `length` (the effective length) `[S, n, K]`, `position` `[n]` from 0.
-    - `norm` `[S, n]` of the whole state, `share` `[S, n]` of it that is new, `state` `[S, *state]`, the last one: None
-      where states are not followed. `grown` `[S, n]`: the norm over that of the same row `WINDOW` tokens before, NaN
-      in a row's first two windows.
+    - `dt` `[S, n, H]`; `log_decay`, `length` (effective) `[S, n, K]`; `position` `[n]` from 0.
+    - `norm` of the state `[S, n]`; `share` `[S, n]`, its new part; `state` after the last token `[S, *state]`.
+    - `grown` `[S, n]`: norm over that `WINDOW` tokens before; NaN in a row's first two windows.
     """
 
     dt: Tensor
@@ -64,16 +57,16 @@ class Told:
 
     @property
     def resets(self) -> Tensor:
-        """Where at least half of a layer's decays are under exp(-3), `[S, n]`."""
+        """Mask `[S, n]`: half of a layer's decays are under exp(-3)."""
         return (self.log_decay < RESET).float().mean(dim=-1) >= 0.5
 
     def finite(self) -> Tensor:
-        """Where a layer's step, decays, lengths and the norm of its state are finite, `[S, n]`."""
+        """Mask `[S, n]`: all values are finite."""
         finite = self.dt.isfinite().all(-1) & self.log_decay.isfinite().all(-1) & self.length.isfinite().all(-1)
         return finite if self.norm is None else finite & self.norm.isfinite()
 
     def take(self, which: Tensor) -> Told:
-        """Return the tokens `which` (indices, or a mask) alone, with the state after all of them."""
+        """Return some tokens, by indices or mask; `state` stays."""
 
         def taken(values: Tensor | None) -> Tensor | None:
             return None if values is None else values[:, which]
@@ -91,7 +84,7 @@ class Told:
 
 
 class StateTally:
-    """Of layers of one kind. `limit`: the least and the largest step."""
+    """Sums and alerts of layers of one kind. `limit`: the smallest and largest step."""
 
     def __init__(
         self,
@@ -101,10 +94,10 @@ class StateTally:
     ) -> None:
         self._names, self._limit, self._on_alert = names, limit, on_alert
         self._streams = [Stream(SSM, name, int(name.rpartition(".")[2])) for name in names]
-        self._judged: set[str] = set()  # kinds of which something was looked at
+        self._judged: set[str] = set()
         self.n_tokens = self._n_finite = self._n_window = 0
         self._n_not_finite = [0] * len(names)
-        self._n_known = self._n_full = self._n_window_known = 0  # of which all that came before was seen
+        self._n_known = self._n_full = self._n_window_known = 0  # tokens whose past was seen
         self._steps = [LogSketch() for _ in names]
         self._unsketched: list[Tensor] = []
         self._sums: dict[str, Tensor] = {}
@@ -114,18 +107,18 @@ class StateTally:
 
     @property
     def alerts(self) -> list[Alert]:
-        """Those that hold now."""
+        """Alerts in force."""
         return list(self._raised.values())
 
     @property
     def needed(self) -> dict[str, int]:
-        """How many tokens it takes to judge the kinds of alert that are not judged yet."""
+        """Tokens needed by each kind of alert not judged yet."""
         return {kind: n for kind, n in _NEEDED.items() if kind not in self._judged}
 
     def add(self, told: Told, *, known: bool = True) -> None:
-        """Count n tokens; judge alerts wherever a window is full. `known`: whether all tokens before were seen.
+        """Count n tokens, and judge alerts when a window is full. `known`: all earlier tokens were seen.
 
-        A token that is not finite in one of the layers is only counted: one of them would make every mean NaN.
+        Tokens that are not finite in some layer are only counted.
         """
         self.n_tokens += told.dt.shape[1]
         finite = told.finite()
@@ -152,7 +145,7 @@ class StateTally:
             {
                 "at_limit": at_limit,
                 "dt": told.dt.mean(-1).sum(-1),
-                "log_decay": told.log_decay.sum(1),  # by head: [S, K]
+                "log_decay": told.log_decay.sum(1),  # [S, K]
                 "forgets": (decay < FORGETS).float().mean(-1).sum(-1),
                 "keeps": (decay > KEEPS).float().mean(-1).sum(-1),
                 "resets": told.resets.float().sum(-1),
@@ -182,30 +175,26 @@ class StateTally:
         _add(self._sums, {"norm": told.norm.sum(-1), "share": told.share.sum(-1)})
         if told.state is not None and bool(told.state.isfinite().all()):
             self._state = told.state
-        grown = told.grown[
-            :, ~told.grown.isnan().any(dim=0)
-        ]  # what is not known yet says nothing, also not that it is over
+        grown = told.grown[:, ~told.grown.isnan().any(dim=0)]  # NaN neither raises nor clears
         if grown.shape[1]:
             for i, ratio in enumerate(grown.amax(dim=1).tolist()):
                 self._judge(i, GROWS, ratio)
 
     def _sketch(self) -> None:
-        """Add the newest steps to the sketches, of several tokens at once: one by one they cost half of all."""
         if self._unsketched:
             for sketch, dt in zip(self._steps, torch.cat(self._unsketched, dim=1), strict=True):
                 sketch.add_all(dt.flatten().numpy())
             self._unsketched = []
 
     def report(self) -> dict[str, dict[str, Any]]:
-        """Return by layer what its tokens add up to; empty without tokens.
+        """Return the sums by layer; empty without tokens.
 
-        - `n_tokens` that are finite in every layer of the kind, of which all else is told; `n_not_finite` in this one
-        - `delta_mean`, `delta_p5`, `delta_p50`, `delta_p95`: the step; `open`: the share of steps over ten times the
-          median; `at_limit`: the share at the least or largest step
-        - `half_life_p5`, `half_life_p50`, `half_life_p95`: in tokens, over heads
-        - `length_mean`: how many tokens a state holds; `forgets`, `keeps`: the shares of decays under .1 and over .99
-        - `resets`: tokens at which half of the heads forget all
-        - `norm`, `update_share`, `effective_rank` (of the newest state): where states are followed
+        - `n_tokens`: finite in every layer; `n_not_finite`: in this layer.
+        - `delta_*`: the step; `open`: share over ten times the median; `at_limit`: share at the smallest or largest.
+        - `half_life_*`: in tokens, over heads; `length_mean`: tokens that a state holds.
+        - `forgets`, `keeps`: shares of decays under 0.1 and over 0.99.
+        - `resets`: tokens at which half of the heads reset.
+        - `norm`, `update_share`, `effective_rank`: if states are followed.
         """
         self._sketch()
         return {name: self._of_layer(i) for i, name in enumerate(self._names)} if self.n_tokens else {}
@@ -216,7 +205,7 @@ class StateTally:
             return {"n_tokens": 0, "n_not_finite": self._n_not_finite[i]}
         half = math.log(2) / (-sums["log_decay"][i] / n).double()
         quantiles = torch.quantile(half, torch.tensor([0.05, 0.5, 0.95], dtype=torch.float64)).tolist()
-        told: dict[str, Any] = {
+        summary: dict[str, Any] = {
             "n_tokens": n,
             "n_not_finite": self._n_not_finite[i],
             "delta_mean": float(sums["dt"][i]) / n,
@@ -228,14 +217,14 @@ class StateTally:
             "keeps": float(sums["keeps"][i]) / n,
             "resets": int(sums["resets"][i]),
         }
-        told["length_mean"] = float(sums["length"][i]) / self._n_known if self._n_known else None
+        summary["length_mean"] = float(sums["length"][i]) / self._n_known if self._n_known else None
         if self._state is not None:
-            told |= {
+            summary |= {
                 "norm": float(sums["norm"][i]) / self._n_known,
                 "update_share": float(sums["share"][i]) / self._n_known,
                 "effective_rank": float(effective_rank(self._state[i]).mean()),
             }
-        return told
+        return summary
 
     def _judge_window(self) -> None:
         window = self._window
@@ -248,7 +237,6 @@ class StateTally:
         self._window, self._n_window, self._n_window_known, self._n_full = {}, 0, 0, 0
 
     def _judge(self, i: int, kind: str, value: float) -> None:
-        """Raise an alert of a layer, or clear it once it is clearly over; say where that is news."""
         metric, most = _ALERTS[kind]
         self._judged.add(kind)
         holds = (i, kind) in self._raised

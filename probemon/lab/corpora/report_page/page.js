@@ -139,15 +139,15 @@ function drawOverview() {
   const figure = (n, what, more) => el("div", {}, el("b", {}, count(n)), what, el("small", {}, more));
   $("figures").replaceChildren(
     figure(totals.documents, "documents", totals.bad_documents ? `${count(totals.bad_documents)} of them could not be scored` : "all of them scored"),
-    figure(totals.tokens, "tokens", totals.unseen ? `${count(totals.unseen)} of them unseen: their hidden state, or a score of theirs, was not a number` : "all of them seen"),
-    figure(concepts.documents.filter((n) => n).length, "concepts over the floor", `of ${count(nConcepts)} in the pack${mute.length ? `, ${count(mute.length)} of which cannot be: no alert threshold, or one of 1` : ""}${excluded.size ? `, ${count(excluded.size)} of them excluded: nothing is known of these` : ""}`),
+    figure(totals.tokens, "tokens", totals.unseen ? `${count(totals.unseen)} of them unseen: their hidden state or a score was not a number` : "all of them seen"),
+    figure(concepts.documents.filter((n) => n).length, "concepts over the floor", `of ${count(nConcepts)} in the pack${mute.length ? `, ${count(mute.length)} of them cannot be: alert threshold 1 or not set` : ""}${excluded.size ? `, ${count(excluded.size)} of them excluded: nothing is known about these` : ""}`),
     figure(totals.rows, "scores over the floor", aToken(totals.rows)));
   $("caution").textContent = [
     data.floor === "fired" ? "The floor is each concept's own alert threshold." : `The floor is a score of ${data.floor}, the same for every concept, whatever its alert threshold.`,
     data.floor === "fired"
-      ? `What is over it is a hint and not a finding: false alarms are expected, at the rate that the card of the pack ${data.pack} states for its thresholds.`
-      : `What is over it is a hint and not a finding: false alarms are expected, and how many the card of the pack ${data.pack} says for its own thresholds alone. A concept is said to be so often right only where the floor is not under its threshold.`,
-    "What is not over it may be there all the same.",
+      ? `A score over it is a hint, not a finding: false alarms are expected at the rate that the card of the pack ${data.pack} states for its thresholds.`
+      : `A score over it is a hint, not a finding: false alarms are expected. The card of the pack ${data.pack} says how many, for its own thresholds only. A concept's precision is shown only if the floor is not below its threshold.`,
+    "A concept may be present even if no score is over the floor.",
   ].join(" ");
   $("unlike").textContent = data.unlike;
   $("unlike").hidden = !data.unlike;
@@ -163,7 +163,7 @@ function drawOverview() {
     right("", strongest(c)), right("", concepts.precision[c] === null ? "" : `${percent(concepts.precision[c])} right`)];
   $("leading").replaceChildren(best.length ? table("", inLead.filter((c) => !covered.has(c)).slice(0, 8).map(leading)) : dim("p", "No concept was over the floor in any document."));
   const bad = Object.keys(documents.reasons).map(Number), reason = (d) => [td(link({ doc: d }, el("bdi", {}, idOf(d)))), td(el("bdi", {}, documents.reasons[d]))];
-  $("bad").replaceChildren(...(bad.length ? [el("h2", {}, `${plural(bad.length, "document")} that could not be scored`), dim("p", "Nothing is known of what is in them."), growing(bad, 20, reason)] : []));
+  $("bad").replaceChildren(...(bad.length ? [el("h2", {}, `${plural(bad.length, "document")} that could not be scored`), dim("p", "Nothing is known about their contents."), growing(bad, 20, reason)] : []));
   if ($("settings").children.length === 1) $("settings").append(table("plain", data.settings.map(([name, value]) => [dim("td", name), td(el("bdi", {}, value))])));
 }
 
@@ -171,7 +171,7 @@ function drawCoverage() {
   const parts = [
     ["active", "s5", "active: scored by the cascade and kept in view"], ["dropped", "dropped", "dropped: a limit kept them out"],
     ["not_reached", "unreached", "not reached: the descent ended above them"],
-    ...(totals.excluded ? [["excluded", "excluded", "excluded: nobody wanted them watched"]] : []),
+    ...(totals.excluded ? [["excluded", "excluded", "excluded: left out by the settings"]] : []),
   ];
   const counts = { ...totals, not_reached: totals.not_reached - totals.excluded }; // which they count as, too
   const all = totals.active + totals.dropped + totals.not_reached || 1;
@@ -184,7 +184,7 @@ function drawCoverage() {
   $("coverage").replaceChildren(
     el("div", { class: "stack", role: "img", "aria-label": `active, dropped${totals.excluded ? ", not reached and excluded" : " and not reached"}` }, bars),
     table("plain", [...rows, [td("evaluated: probes whose score was computed"), right("", aToken(totals.evaluated))]]),
-    dim("p", `Of ${count(nConcepts)} probes at each of ${plural(allSeen, "token")} seen.`),
+    dim("p", `Mean over ${plural(allSeen, "token")} seen, of ${count(nConcepts)} probes.`),
     data.audit && el("p", {}, `Audit (all probes at a sample of tokens): ${data.audit}.`));
 }
 
@@ -247,7 +247,7 @@ function drawHierarchy() {
   const idle = weight.filter((n, c) => !n && !excluded.has(c)).length;
   $("undrawn").textContent = !cells.length ? "No concept was over the floor, so there is nothing to draw."
     : (idle ? `${plural(idle, "concept")} not drawn: neither they nor anything below them was over the floor.` : "") +
-      (excluded.size ? ` ${count(excluded.size)} more are excluded: nothing is known of them.` : "");
+      (excluded.size ? ` ${count(excluded.size)} more are excluded: nothing is known about them.` : "");
   drawNode(root, root === null ? roots : below[root]);
 }
 
@@ -268,7 +268,7 @@ function facts(c) {
   return [
     inWords(path(c)),
     `${concepts.id[c]}, level ${concepts.level[c]}`,
-    excluded.has(c) ? "excluded: nothing is known of it" : isMute(c) ? `never over the floor, whatever it scores: its alert threshold is ${concepts.threshold[c] === null ? "not set" : 1}` : `over the floor in ${plural(concepts.documents[c], "document")}, at ${plural(concepts.tokens[c], "token")} (${percent(VALUES.share(c))})`,
+    excluded.has(c) ? "excluded: nothing is known about it" : isMute(c) ? `never over the floor, whatever it scores: its alert threshold is ${concepts.threshold[c] === null ? "not set" : 1}` : `over the floor in ${plural(concepts.documents[c], "document")}, at ${plural(concepts.tokens[c], "token")} (${percent(VALUES.share(c))})`,
     `${concepts.documents[c] ? `highest ${over(c, concepts.highest[c])}, ` : ""}mean over all tokens ${mean(c).toFixed(4)}`,
     `${plural(weight[c], "token")} with all placed below it, added up`,
     ...(others.length ? [`placed under its first parent; also below ${others.map((a) => concepts.name[a]).join(", ")}`] : []),
@@ -494,15 +494,15 @@ function factsOf(d) {
 
 /** Why a document is not shown as others are, and what helps. */
 function missing(d) {
-  if (d in documents.reasons) return `This document was not scored: ${documents.reasons[d]}. Nothing is known of what is in it.`;
+  if (d in documents.reasons) return `This document was not scored: ${documents.reasons[d]}. Nothing is known about its contents.`;
   if (!embedded.has(d)) {
     const texts = nDocuments - Object.keys(documents.reasons).length;
     return `The text of this document is not in this file, which holds ${count(embedded.size)} of ${plural(texts, "text")} within its budget of ${made.text_megabytes} MB, ` +
       "the best documents of each concept first. Make the report with a larger --text-megabytes to have it." +
-      (made.per_concept === null ? "" : " Of its concepts those are listed for which it is among the best documents.");
+      (made.per_concept === null ? "" : " Only concepts for which it is among the best documents are listed.");
   }
   if (current.text === null) return "The analysis was made without keeping the texts (--no-text): these are its tokens over the floor.";
-  return current.list ? "The tokenizer does not say where its tokens stand in the text: they are listed below it." : "";
+  return current.list ? "The tokenizer does not give the places of its tokens in the text: they are listed below it." : "";
 }
 
 function drawText() {
@@ -526,7 +526,7 @@ function drawText() {
   if (first) first.tabIndex = 0;
   legend($("colour-legend"), $("colour").value);
   if (concept !== null) {
-    const there = current.present.has(concept) ? " is coloured. " : " would be coloured, and is not over the floor here. ";
+    const there = current.present.has(concept) ? " is coloured. " : " is coloured, but it is not over the floor here. ";
     $("colour-legend").prepend(el("span", {}, "Only ", named(concept), there, link({ ...place, concept: null, view: null }, "Colour by all"), "\u2003"));
   }
   pager($("parts"), current.parts.length, 1, part, (to) => go({ ...place, view: null, part: to }));
@@ -558,7 +558,7 @@ function drawPresent(n) {
   const all = [...current.present].sort(([a, x], [b, y]) => strength(b, y.highest) - strength(a, x.highest) || a - b);
   const shown = all.filter(([c], i) => i < n || c === place.concept).map(([c, { n: times, highest }]) => conceptButton(c, `${score(highest)} · ${plural(times, "token")}`, highest));
   if (all.length > shown.length) shown.push(button(`All ${count(all.length)}`, () => drawPresent(all.length)));
-  $("present").replaceChildren(...(all.length ? shown : [dim("p", seen[current.d] ? "None over the floor." : "No token of it was seen, so nothing is known of it.")]));
+  $("present").replaceChildren(...(all.length ? shown : [dim("p", seen[current.d] ? "None over the floor." : "No token of it was seen, so nothing is known about it.")]));
 }
 
 function pin(node) {

@@ -67,7 +67,7 @@ export function drawChat(app, view) {
   drawMessages(app, run);
   $("answer-panel").hidden = !pending && (run === null || choiceIsMissing(app));
   $("answer-wait").hidden = !(pending || (run !== null && isRunning(run) && !view?.choice.tokens.length));
-  $("answer-wait").textContent = pending ? "Waiting for its turn" : "Reading the prompt";
+  $("answer-wait").textContent = pending ? "Waiting for the server" : "Reading the prompt";
   const arrived = $("answer").run !== run || $("answer").choice !== view?.choice || (pending && !$("answer").pending);
   $("answer").pending = pending;
   if ($("answer").run !== run || $("answer").choice !== view?.choice) {
@@ -110,7 +110,7 @@ function drawFoot(app, run, view, pending) {
   $("answer-state").textContent = pending || run === null ? "" : running && !ending ? "answering" : ending;
   $("answer-state").className =
     `state ${ending.startsWith("failed") ? "bad" : view?.choice.summary?.stopped_by ? "stopped" : ""}`;
-  const before = run?.before ? `Of the server before, watched by ${clip(run.pack.pack, 60)} · ` : "";
+  const before = run?.before ? `From before the restart, watched by ${clip(run.pack.pack, 60)} · ` : "";
   $("answer-coverage").textContent = view === null || pending ? "" : before + coverageOf(view);
   const unlike = view?.choice.summary?.unlike;
   $("answer-unlike").hidden = !unlike || pending;
@@ -148,7 +148,7 @@ function drawComposer(app, run) {
   $("send").textContent = busy ? "Stop" : "Send";
   $("send").className = busy ? "stop" : "primary";
   $("new").hidden = run === null;
-  $("ask").placeholder = goesOn(run) ? "Ask something more" : "Ask something";
+  $("ask").placeholder = goesOn(run) ? "Ask a follow-up question" : "Ask something";
 }
 
 /** Ask for an answer to the conversation that is shown and what was typed. */
@@ -157,7 +157,7 @@ async function send(app) {
   const run = app.run();
   if (!typed) return;
   if (app.state.pack === null) {
-    app.complain("The server has not answered yet: send it again once this page is live.");
+    app.complain("The server has not answered yet: send it again when this page is live.");
     return;
   }
   const before =

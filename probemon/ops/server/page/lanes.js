@@ -141,7 +141,7 @@ function eventMarks({ choice, upto }) {
     if (i < 0 || i > upto) return [];
     const told = events.map((event) => `${ruleOf(event)} ${cameOf(event)}`);
     const title = `token ${position}: ${told.join(", ")}`;
-    const node = el("span", { class: `flag ${stops ? "stop" : "tell"}`, title }, stops ? "■" : "▲");
+    const node = el("span", { class: `flag ${stops ? "stop" : "record"}`, title }, stops ? "■" : "▲");
     node.style.left = `${(100 * (i + 0.5)) / columnsOf(choice)}%`;
     return [node];
   });

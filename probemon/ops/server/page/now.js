@@ -95,10 +95,10 @@ function wholeRow(app, view, { c, n, nLead, peak, peakAt, first }) {
 /** What is said of an answer at which nothing fired: of tokens that nobody looked at nothing is known. */
 function nothingIn(view) {
   const { tokens } = view.choice;
-  if (tokens.every(({ unseen }) => unseen)) return "No token of the answer was scored, so nothing is known of it.";
+  if (tokens.every(({ unseen }) => unseen)) return "No token of the answer was scored, so nothing is known about it.";
   const missing = nMissing(view.choice) ? " at the tokens that reached this page" : "";
-  const told = toldOf(view) ? ` of what was told: ${toldOf(view)}` : "";
-  return `Nothing was over its threshold${missing}${told}. What no probe fires at may be there all the same.`;
+  const told = toldOf(view) ? ` (${toldOf(view)})` : "";
+  return `No ${told ? "requested " : ""}concept was over its threshold${missing}${told}. A concept may be present even if no probe fires.`;
 }
 
 function drawWhole(app, view) {
@@ -152,7 +152,7 @@ export function drawNow(app, view) {
       el(
         "li",
         { class: "nothing" },
-        `Nothing${toldOf(view) ? " of what was told" : ""} is over its threshold at this token.${near.length ? " Nearest to theirs:" : ""}`,
+        `No ${toldOf(view) ? "requested " : ""}concept is over its threshold at this token.${near.length ? " Nearest:" : ""}`,
       ),
     );
     for (const found of near.slice(0, 3))
@@ -178,7 +178,7 @@ function lastFired(app, { digest, at, choice, pack }) {
   while (i >= 0 && !digest.leaders[i].length) i--;
   if (i < 0) return [];
   return [
-    "Last: ",
+    "Last fired: ",
     el(
       "button",
       { class: "since", type: "button", click: () => app.pin(i) },
@@ -200,14 +200,14 @@ export function coverageOf(view) {
   const shed = tokens.filter((token) => token.n_shed).length;
   const mute = pack.concepts.filter(({ threshold }) => threshold === null || threshold >= 1).length;
   return [
-    ...(missing ? [`${plural(missing, "token")} did not reach this page: nothing is known of them here`] : []),
+    ...(missing ? [`${plural(missing, "token")} did not reach this page: nothing is known about them here`] : []),
     `${plural(seen, "token")} seen, ${unseen.length} unseen`,
-    `of ${plural(pack.concepts.length, "probe")} ${perToken("n_active")} active a token`,
+    `${perToken("n_active")} of ${plural(pack.concepts.length, "probe")} active per token`,
     ...(sum("n_dropped") ? [`${plural(sum("n_dropped"), "score")} dropped by a limit or late`] : []),
-    ...(shed ? [`less was scored than is watched at ${plural(shed, "token")}: the budget left it out`] : []),
-    ...(sum("n_excluded") ? [`${perToken("n_excluded")} excluded a token`] : []),
-    ...(view.run.error && choice.finish === null ? ["it failed: what follows these tokens was not scored"] : []),
-    ...(mute ? [`${plural(mute, "concept")} can never fire, whose threshold is 1 or is not set`] : []),
+    ...(shed ? [`the latency budget left out probes at ${plural(shed, "token")}`] : []),
+    ...(sum("n_excluded") ? [`${perToken("n_excluded")} excluded per token`] : []),
+    ...(view.run.error && choice.finish === null ? ["the answer failed: later tokens were not scored"] : []),
+    ...(mute ? [`${plural(mute, "concept")} can never fire (threshold 1 or not set)`] : []),
     ...(toldOf(view) ? [toldOf(view)] : []),
   ].join(" · ");
 }

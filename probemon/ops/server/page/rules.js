@@ -18,7 +18,7 @@ const isRule = (rule) =>
   typeof rule.concept === "string" &&
   typeof (rule.above ?? 0) === "number" &&
   typeof (rule.for_tokens ?? 1) === "number" &&
-  ["tell", "stop"].includes(rule.action ?? "tell") &&
+  ["record", "stop"].includes(rule.action ?? "record") &&
   Object.values(rule).every((value) => value === null || ["string", "number"].includes(typeof value));
 
 /** The rules that were kept. What one leaves out is as the server takes it; what is no rule is left out. */
@@ -26,7 +26,7 @@ export function loadRules() {
   try {
     return JSON.parse(localStorage.getItem(NAME) ?? "[]")
       .filter(isRule)
-      .map((rule) => ({ above: null, for_tokens: 1, aggregate: null, action: "tell", ...rule }));
+      .map((rule) => ({ above: null, for_tokens: 1, aggregate: null, action: "record", ...rule }));
   } catch {
     return [];
   }
@@ -43,7 +43,7 @@ function inWords(rule) {
   const more = Object.entries(rule)
     .filter(([name]) => !DRAWN.includes(name))
     .map(([name, value]) => `, ${name.replaceAll("_", " ")} ${clip(String(value), 20)}`);
-  return `${action === "stop" ? "Stop" : "Tell"} when ${what} is over ${level}${streak}${more.join("")}`;
+  return `${action === "stop" ? "Stop" : "Record"} when ${what} is over ${level}${streak}${more.join("")}`;
 }
 
 /** Inputs for the fields of a rule that the page does not draw itself. */
@@ -108,7 +108,7 @@ export function drawRules(app, view) {
     );
     if (!app.rules.length)
       list.replaceChildren(
-        el("li", { class: "dim" }, "None. Add one: it goes with what you ask next, and with nothing else."),
+        el("li", { class: "dim" }, "None. A rule that you add applies to what you ask on this page next."),
       );
   }
   drawEvents(app, view);
@@ -159,7 +159,7 @@ function drawEvents(app, view) {
         "li",
         { class: "dim" },
         missing
-          ? "No rule was met that this page was told of, which was not told all of this answer."
+          ? "No rule was met at the tokens that reached this page. Others did not reach it."
           : "No rule was met in this answer.",
       ),
     );
@@ -171,7 +171,7 @@ function offer(app) {
   const { pack } = app.state;
   if (pack === null) {
     $("rule-concepts").replaceChildren();
-    $("rule-above").placeholder = "its own";
+    $("rule-above").placeholder = "its threshold";
     return;
   }
   const found = pack.concepts
@@ -181,9 +181,9 @@ function offer(app) {
   const exact = pack.concepts.find(({ id, name }) => id.toLowerCase() === typed || name.toLowerCase() === typed);
   $("rule-above").placeholder = exact
     ? exact.threshold === null
-      ? "needed"
-      : `its own, ${score(exact.threshold)}`
-    : "its own";
+      ? "required"
+      : `its threshold, ${score(exact.threshold)}`
+    : "its threshold";
 }
 
 export function editRules(app) {

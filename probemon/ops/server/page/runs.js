@@ -35,9 +35,9 @@ export function endingOf(run, i = 0) {
   return (
     {
       stop: "complete",
-      length: "cut off at its longest",
+      length: "token limit reached",
       cancelled: "cancelled",
-      content_filter: "stopped: what could not be judged is withheld",
+      content_filter: "stopped: text without a score is withheld",
       error: "failed",
     }[finish] ?? (finish !== null ? clip(finish, 60) : run.pack ? "its end did not reach this page" : "")
   );
@@ -54,7 +54,7 @@ export function drawRuns(app) {
       run,
       more: [
         run.created ? clock(run.created) : "saved",
-        run.before ? "of the server before" : "",
+        run.before ? "from before the restart" : "",
         isRunning(run) ? "running" : "",
         run.error !== null ? "failed" : "",
         nEvents ? `${nEvents} ${nEvents === 1 ? "event" : "events"}` : "",

@@ -43,13 +43,13 @@ const why = ({ blind }) => clip(blind, 200);
 /** What an event says after its name; one with `blind` is of a token without a score, of which nobody knows. */
 export function cameOf(event) {
   const stopped = event.action === "stop";
-  if (event.blind) return `was not known${stopped ? ", which stopped it" : ""}: ${why(event)}`;
-  return stopped ? "stopped it" : "was met";
+  if (event.blind) return `could not be evaluated${stopped ? ", which stopped the answer" : ""}: ${why(event)}`;
+  return stopped ? "stopped the answer" : "was met";
 }
 
 /** How an answer ended that an event stopped; `kind`: words before the name. */
 export const stoppedBy = (event, kind = "") =>
-  event.blind ? `stopped: ${ruleOf(event)} was not known: ${why(event)}` : `stopped by ${kind}${ruleOf(event)}`;
+  event.blind ? `stopped: ${ruleOf(event)} could not be evaluated: ${why(event)}` : `stopped by ${kind}${ruleOf(event)}`;
 
 /** Lines on a token: what it is, what leads there or why nothing is known of it. */
 export function linesOf(view, i) {
@@ -62,7 +62,7 @@ export function linesOf(view, i) {
   if (found.length) return [head, ...found.slice(0, LINES).map((at) => inOneLine(view.pack, at)), ...more];
   return [
     head,
-    `nothing${toldOf(view) ? " of what was told" : ""} over its threshold`,
+    `no ${toldOf(view) ? "requested " : ""}concept over its threshold`,
     ...(near[i] ?? []).slice(0, 1).map((at) => `nearest: ${inOneLine(view.pack, at)}`),
   ];
 }
@@ -71,6 +71,6 @@ export function linesOf(view, i) {
 export function toldOf({ run }) {
   const named = run.options?.probemon?.concepts;
   return Array.isArray(named)
-    ? `its client asked for ${named.map((name) => clip(String(name), 40)).join(", ") || "none"} alone`
+    ? `the client asked only for ${named.map((name) => clip(String(name), 40)).join(", ") || "no concept"}`
     : "";
 }

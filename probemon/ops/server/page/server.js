@@ -76,7 +76,7 @@ export function connect(app) {
   function onHello({ boot }) {
     if (meet(state, boot))
       app.complain(
-        "The server was started again. Answers from before stay on this page, with the concepts of their own pack.",
+        "The server was started again. Earlier answers stay on this page, with the concepts of their own pack.",
         NOTICE,
       );
     sync();
@@ -87,7 +87,7 @@ export function connect(app) {
     if (name === "hello") onHello(data);
     else if (name === "gap") {
       app.complain(
-        `${plural(data.n_dropped, "event")} did not reach this page. What they told is fetched again.`,
+        `${plural(data.n_dropped, "event")} did not reach this page. Their contents are fetched again.`,
         NOTICE,
       );
       sync();
@@ -113,7 +113,7 @@ export function connect(app) {
         : `${clip(pack.model, 60)} watched by ${clip(pack.pack, 60)}, ${count(pack.concepts.length)} concepts`;
     const words = {
       live: running ? `live, ${running} answering` : "live",
-      waiting: connection.wait ? `away, tries again in ${Math.ceil(connection.wait / 1000)} s` : "connecting",
+      waiting: connection.wait ? `disconnected, retry in ${Math.ceil(connection.wait / 1000)} s` : "connecting",
       refused: "no access",
     };
     $("connection").textContent = words[connection.state];

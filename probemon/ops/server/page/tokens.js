@@ -59,8 +59,7 @@ function look(view, piece, previous) {
     if (previous !== leader.c) mark = number ? String(number) : "•";
   }
   const stop = later ? null : (events.find(({ action }) => action === "stop") ?? null);
-  const tell = !later && events.some(({ action }) => action !== "stop");
-  if (tell) kinds.push("told");
+  if (!later && events.some(({ action }) => action !== "stop")) kinds.push("recorded");
   return { kind: kinds.join(" "), mark, stop, leader: leader?.c ?? null };
 }
 

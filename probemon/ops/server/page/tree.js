@@ -56,7 +56,7 @@ function rowsOf(view) {
 function rowNode(app, view, row) {
   const { pack, digest, choice, at } = view;
   const { c, depth } = row;
-  const quiet = toldOf(view) ? "quiet or untold" : "quiet";
+  const quiet = toldOf(view) ? "did not fire (only requested ones are reported)" : "did not fire";
   if (c === null) {
     return el(
       "div",
@@ -65,7 +65,7 @@ function rowNode(app, view, row) {
       el(
         "span",
         { class: "dim" },
-        row.open ? `fold ${plural(row.nQuiet, `${quiet} concept`)}` : `${plural(row.nQuiet, `${quiet} concept`)} …`,
+        `${row.open ? "hide " : ""}${plural(row.nQuiet, "concept")} that ${quiet}${row.open ? "" : " …"}`,
       ),
     );
   }
@@ -102,7 +102,7 @@ function rowNode(app, view, row) {
         "span",
         {
           class: "others",
-          title: `${row.listed ? "fold" : "list"} ${plural(row.nQuiet, `${quiet} concept`)} below it (key: +)`,
+          title: `${row.listed ? "hide" : "show"} ${plural(row.nQuiet, "concept")} below it that ${quiet} (key: +)`,
         },
         row.listed ? "−" : `+${row.nQuiet}`,
       ),

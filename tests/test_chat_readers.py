@@ -1,4 +1,4 @@
-"""Whatever reads chats reads the same ones alike: chat templates of many models, chats of many kinds, every reader.
+"""Every reader of chats gives the same token ids for the same chat, or refuses it by name.
 
 A cell of the table is right or refused by name. Right is judged by an oracle that shares no code with the reader: the
 chat is written in every way that OpenAI's form may be given to a template, by the tokenizer itself, and the ids have to
@@ -235,7 +235,7 @@ def doors(served, model, pack, tokenizer, tmp_path_factory):
 
 
 @pytest.mark.parametrize("template", TEMPLATES)
-def test_a_chat_is_read_alike_everywhere_or_refused_by_name(template, doors, tokenizer, monkeypatch):
+def test_every_reader_reads_a_chat_alike_or_refuses_it_by_name(template, doors, tokenizer, monkeypatch):
     monkeypatch.setattr(tokenizer, "chat_template", TEMPLATES[template])
     for name, chat in CHATS.items():
         of_all, oracle = None, {}
@@ -265,7 +265,7 @@ def test_a_chat_is_read_alike_everywhere_or_refused_by_name(template, doors, tok
 
 
 @pytest.mark.parametrize("text", ["<bos>What lives in the sea?", "What lives in the sea?"])
-def test_a_prompt_that_begins_as_the_tokenizer_begins_texts_has_one_beginning(doors, tokenizer, text):
+def test_prompt_that_contains_bos_gets_no_second_bos(doors, tokenizer, text):
     ids = tokenizer("<bos>What lives in the sea?", add_special_tokens=False).input_ids
     assert encode(tokenizer, text)["input_ids"].tolist() == [ids]
     served = doors.read["server"].__self__._served
@@ -273,7 +273,7 @@ def test_a_prompt_that_begins_as_the_tokenizer_begins_texts_has_one_beginning(do
     assert list(served.prepare(read_request("completion", body, Limits())).prompts[0]) == ids
 
 
-def test_lessons_and_questions_of_the_trainer_are_told_the_stated_day(tokenizer, monkeypatch):
+def test_trainer_renders_chats_with_the_stated_date(tokenizer, monkeypatch):
     set_clock(monkeypatch, TODAY)
     monkeypatch.setattr(tokenizer, "chat_template", TEMPLATES["llama3_2"])
     lesson = tokenizer.decode(make_lesson({"messages": CHATS["null"]}, "row", tokenizer).ids)

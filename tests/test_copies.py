@@ -1,4 +1,4 @@
-"""A manager forked, copied, pickled, or used under another default dtype or device gives the scores it gave."""
+"""A manager gives the same scores when forked, copied, pickled, or run under another default dtype or device."""
 
 import copy
 import os
@@ -74,7 +74,7 @@ def in_child(work):
 @ONE_THREAD
 @pytest.mark.skipif(sys.platform == "win32", reason="no fork")
 @pytest.mark.parametrize("mode", ["late", "prefetching", "paged"])
-def test_a_forked_child_loads_what_it_needs(pack, mode):
+def test_forked_child_loads_the_weights_it_needs(pack, mode):
     settings = MODES[mode] | {"max_loaded_probes": 12, "arena_bytes": 6000}
     expected = settled(DynamicProbeManager(pack, **settings), STATES[:1])
     manager = DynamicProbeManager(pack, **settings)
@@ -88,7 +88,7 @@ def test_a_forked_child_loads_what_it_needs(pack, mode):
 
 @ONE_THREAD
 @pytest.mark.skipif(sys.platform == "win32", reason="no fork")
-def test_a_fork_leaves_no_lock_that_another_thread_held(pack):
+def test_fork_during_loading_leaves_no_held_lock_in_the_child(pack):
     """Forked again and again while the background loads: no child waits for a lock that nobody will release."""
     manager = DynamicProbeManager(pack, impl="cpu", arena_bytes=6000, late=True, max_loaded_probes=12, cache_bytes=0)
     for trial in range(12):
@@ -98,7 +98,7 @@ def test_a_fork_leaves_no_lock_that_another_thread_held(pack):
 
 @ONE_THREAD
 @pytest.mark.skipif(sys.platform == "win32", reason="no fork")
-def test_a_sink_of_the_parent_says_so_in_the_child():
+def test_parents_sink_reports_in_the_child_that_it_was_forked():
     class Idle:
         def open(self, concepts):
             pass
@@ -116,7 +116,7 @@ def test_a_sink_of_the_parent_says_so_in_the_child():
         return str(delivery.stats().error), type(delivery.stats().error) is SinkFailed
 
     assert in_child(child) == (
-        "Idle was begun in another process, which forked: attach it in the process that generates",
+        "Idle was started in another process, which forked: attach it in the process that generates",
         True,
     )
     delivery.close()
@@ -129,7 +129,7 @@ def test_a_sink_of_the_parent_says_so_in_the_child():
     ids=["copy", "deepcopy", "pickle"],
 )
 @pytest.mark.parametrize("mode", [*MODES, "group"])
-def test_a_copy_scores_as_the_manager_does(pack, two_sites, mode, how, tmp_path):
+def test_copied_manager_scores_as_the_original(pack, two_sites, mode, how, tmp_path):
     sources = pack
     if mode == "group":
         sources = {"one": pack, "two": make_pack(tmp_path / "two", make_model(), seed=5)}
@@ -153,7 +153,7 @@ def test_a_copy_scores_as_the_manager_does(pack, two_sites, mode, how, tmp_path)
     assert torch.equal(other.score_all(states), manager.score_all(states))
 
 
-def test_an_unpickled_pack_is_the_one_that_was_pickled(model, tmp_path):
+def test_unpickling_opens_the_same_pack_or_is_refused(model, tmp_path):
     pack = make_pack(tmp_path / "pack", model)
     pickled = pickle.dumps(DynamicProbeManager(pack))
     assert len(pickled) < 20_000  # no weights
@@ -166,7 +166,7 @@ def test_an_unpickled_pack_is_the_one_that_was_pickled(model, tmp_path):
     with pytest.raises(PackError, match=r"was pickled as the pack in .*pack, and is opened from there again"):
         pickle.loads(pickled)
     make_pack(tmp_path / "pack", model, seed=1)
-    with pytest.raises(PackError, match="where another lies now"):
+    with pytest.raises(PackError, match="where there is another pack now"):
         pickle.loads(pickled)
 
 
@@ -204,7 +204,7 @@ def everything_of(pack, model, mode):
 
 @pytest.mark.filterwarnings("ignore:.*other weights|.*these weights are others:UserWarning")
 @pytest.mark.parametrize("mode", ["reference", "cpu", "numba", "triton", "paged"])
-def test_the_default_dtype_changes_nothing(pack, small, model, mode, default_dtype):
+def test_default_dtype_changes_no_score(pack, small, model, mode, default_dtype):
     pack = small if mode == "triton" else pack
     expected = everything_of(pack, model, mode)
     for dtype in (
@@ -216,7 +216,7 @@ def test_the_default_dtype_changes_nothing(pack, small, model, mode, default_dty
 
 
 @pytest.mark.parametrize("default", [torch.bfloat16, torch.float64], ids=str)
-def test_packs_are_written_alike_under_any_default_dtype(pack, model, tmp_path, default, default_dtype):
+def test_default_dtype_changes_no_written_pack(pack, model, tmp_path, default, default_dtype):
     other = make_pack(tmp_path / "other", model, seed=2, golden_hidden=None)
 
     def made(folder):
@@ -230,7 +230,7 @@ def test_packs_are_written_alike_under_any_default_dtype(pack, model, tmp_path, 
 
 
 @pytest.mark.parametrize("mode", ["reference", "cpu", "numba", "triton", "paged"])
-def test_the_default_device_changes_nothing(pack, small, mode):
+def test_default_device_changes_no_score(pack, small, mode):
     pack = small if mode == "triton" else pack
     manager, states = DynamicProbeManager(pack, keep_top_k=5, **MODES[mode]), STATES[:2]
     expected = manager.score_tokens(states, prompt_len=1)

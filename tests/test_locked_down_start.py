@@ -1,6 +1,4 @@
-"""A first start without a home, on a read-only file system, or in an install of another user: it works and one line
-says where things are kept, or one line names the variable to set.
-"""
+"""A first start without a home or a writable folder works and says so in one line, or names the variable to set."""
 
 import errno
 import logging
@@ -99,7 +97,7 @@ def at_home(place):
     ],
     ids=["manager", "watch"],
 )
-def test_without_a_home_it_works_and_one_line_says_where_code_is_kept(at_home, user, arguments, says):
+def test_start_without_a_home_works_and_names_the_folder_used(at_home, user, arguments, says):
     folder = at_home(user)
     before = ["env", "-C", str(folder), *AS, f"--reuid={user}", f"--regid={user}"]
     # The demo lies in a cache of root's, which can be read and not written.
@@ -115,7 +113,7 @@ def test_without_a_home_it_works_and_one_line_says_where_code_is_kept(at_home, u
 
 
 @needs_mounts
-def test_on_a_read_only_file_system_with_a_temporary_folder_it_works(at_home):
+def test_read_only_file_system_with_a_temporary_folder_works(at_home):
     folder = at_home(0)
     prepare = f"cp -a {folder} {folder}.kept && mount -t tmpfs none {folder} && cp -a {folder}.kept/. {folder}"
     before = ["unshare", "-m", "bash", "-c", f'{prepare} && {READ_ONLY} && exec "$@"', "-"]
@@ -128,7 +126,7 @@ def test_on_a_read_only_file_system_with_a_temporary_folder_it_works(at_home):
 @pytest.mark.parametrize(
     "arguments", [["-c", MANAGER], ["-m", "probemon", "doctor", "demo"]], ids=["manager", "doctor"]
 )
-def test_if_nothing_at_all_can_be_written_one_line_names_the_variable_to_set(arguments):
+def test_nothing_writable_gives_one_line_that_names_the_variable(arguments):
     before = ["unshare", "-m", "bash", "-c", f'{READ_ONLY} && exec "$@"', "-"]
     status, out, errors = start(*arguments, before=before)
     last = errors.splitlines()[-1]
@@ -136,17 +134,17 @@ def test_if_nothing_at_all_can_be_written_one_line_names_the_variable_to_set(arg
     assert last.startswith(("probemon: no temporary", "probemon.errors.ConfigError: no temporary"))
 
 
-def test_on_a_full_disk_code_is_compiled_and_not_kept(tmp_path):
+def test_full_disk_compiles_without_keeping_the_code(tmp_path):
     limited = ["bash", "-c", 'ulimit -f 8; exec "$@"', "-"]  # files of 8 KB: the folder seems usable
     # Python itself would leave half of its own .pyc files.
     environment = {"NUMBA_CACHE_DIR": tmp_path, "PYTHONDONTWRITEBYTECODE": "1"}
     status, out, errors = start("-c", COMPILES, before=limited, **environment)
     assert (status, out) == (0, "[0 1] 1\n"), errors
     assert errors.count("\n") == 1 and f"compiled code cannot be kept in {tmp_path}" in errors
-    assert "(File too large): set XDG_CACHE_HOME" in errors and "every start compiles anew" in errors
+    assert "(File too large): set XDG_CACHE_HOME" in errors and "every start compiles again" in errors
 
 
-def test_kept_code_is_compiled_once_and_damaged_code_anew(tmp_path):
+def test_kept_code_is_compiled_once_and_again_when_damaged(tmp_path):
     assert start("-c", COMPILES, NUMBA_CACHE_DIR=tmp_path) == (0, "[0 1] 1\n", "")
     assert start("-c", COMPILES, NUMBA_CACHE_DIR=tmp_path) == (0, "[0 1] 0\n", "")
     for index in tmp_path.rglob("*.nbi"):
@@ -155,7 +153,7 @@ def test_kept_code_is_compiled_once_and_damaged_code_anew(tmp_path):
 
 
 @pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "No space left on device"), SafetensorError("I/O error")])
-def test_a_demo_that_cannot_be_written_names_the_variable_to_set(monkeypatch, tmp_path, error):
+def test_unwritable_demo_names_the_variable_to_set(monkeypatch, tmp_path, error):
     def full(source, folder):
         raise error
 
@@ -165,7 +163,7 @@ def test_a_demo_that_cannot_be_written_names_the_variable_to_set(monkeypatch, tm
         bundled.load_bundled()
 
 
-def test_a_cache_of_the_hub_that_cannot_be_written_names_the_variable_to_set(monkeypatch, tmp_path):
+def test_unwritable_hub_cache_names_the_variable_to_set(monkeypatch, tmp_path):
     (tmp_path / "file").touch()
     failure = OSError(errno.EROFS, "Read-only file system", str(tmp_path))
 
@@ -200,7 +198,7 @@ def elsewhere(monkeypatch, tmp_path, caplog):
     cache_folders._temporary.cache_clear()
 
 
-def test_the_next_start_uses_the_same_private_folder_and_each_says_so_once(elsewhere, caplog):
+def test_next_start_uses_the_same_private_folder_and_warns_once(elsewhere, caplog):
     with caplog.at_level(logging.WARNING, "probemon"):
         folder = cache_dir()
         assert cache_dir() == folder and kept("states") == folder / "states"
@@ -210,7 +208,7 @@ def test_the_next_start_uses_the_same_private_folder_and_each_says_so_once(elsew
     assert folder == elsewhere / f"probemon-{os.geteuid()}" and folder.stat().st_mode & 0o777 == 0o700
 
 
-def test_a_tilde_in_the_variable_is_the_home_folder(monkeypatch, tmp_path):
+def test_tilde_in_the_variable_means_the_home_folder(monkeypatch, tmp_path):
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
@@ -237,14 +235,14 @@ def written_by_all(folder):
 
 
 @pytest.mark.parametrize("squat", [linked, of_another_user, written_by_all, Path.touch])
-def test_a_folder_that_another_user_may_have_prepared_is_not_used(elsewhere, squat):
+def test_folder_that_another_user_could_have_prepared_is_not_used(elsewhere, squat):
     squat(elsewhere / f"probemon-{os.geteuid()}")
     folder = cache_dir()
     assert folder.parent == elsewhere and folder.name.startswith("probemon-") and cache_dir() == folder
     assert folder.name != f"probemon-{os.geteuid()}" and folder.stat().st_mode & 0o777 == 0o700
 
 
-def test_without_any_folder_the_error_names_the_variable_to_set(elsewhere, monkeypatch):
+def test_no_usable_folder_names_the_variable_to_set(elsewhere, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(elsewhere.parent / "file"))
     with pytest.raises(
         ConfigError, match=r"no cache folder can be written .*: set XDG_CACHE_HOME to a folder that can"
@@ -252,7 +250,7 @@ def test_without_any_folder_the_error_names_the_variable_to_set(elsewhere, monke
         cache_dir()
 
 
-def test_what_is_kept_is_read_where_it_is_though_nothing_can_be_written_there(elsewhere, monkeypatch):
+def test_kept_files_are_read_from_a_read_only_folder(elsewhere, monkeypatch):
     monkeypatch.setattr(cache_folders, "why_not_usable", lambda folder: "read-only")
     monkeypatch.setenv("XDG_CACHE_HOME", str(elsewhere))
     (elsewhere / "probemon").mkdir()
@@ -260,13 +258,13 @@ def test_what_is_kept_is_read_where_it_is_though_nothing_can_be_written_there(el
     assert kept("model") == elsewhere / "probemon" / "model"
 
 
-def test_a_folder_for_inductor_that_cannot_be_written_is_named(elsewhere, monkeypatch):
+def test_unwritable_inductor_folder_is_named(elsewhere, monkeypatch):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(elsewhere.parent / "file"))
     with pytest.raises(ConfigError, match=r"TORCHINDUCTOR_CACHE_DIR cannot be written .*File exists"):
         cache_folders.check_import_folders()
 
 
-def test_triton_has_a_folder_of_ours_if_its_own_cannot_be_written(elsewhere, monkeypatch):
+def test_triton_uses_our_folder_when_its_own_is_unwritable(elsewhere, monkeypatch):
     knobs = pytest.importorskip("triton").knobs
     monkeypatch.setattr(knobs.runtime, "interpret", False)
     monkeypatch.setenv("TRITON_CACHE_DIR", str(elsewhere))

@@ -1,6 +1,4 @@
-"""The manager on the shipped packs: descent against exhaustive evaluation, online against offline, unseen said
-aloud.
-"""
+"""The manager on the shipped packs: descent equals exhaustive evaluation, and online equals offline."""
 
 import subprocess
 import sys
@@ -23,7 +21,7 @@ def pack(request):
     return ProbePack.open(request.param)
 
 
-def test_exact_descent_on_real_states_finds_what_exhaustive_finds(pack):
+def test_exact_descent_fires_what_exhaustive_scoring_fires(pack):
     manager, hidden = DynamicProbeManager(pack), pack.golden_hidden[:, 0]
     everything = manager.score_all(hidden).numpy()
     assert np.abs(everything - pack.golden_scores.numpy()).max() < 1e-5
@@ -39,7 +37,7 @@ def test_exact_descent_on_real_states_finds_what_exhaustive_finds(pack):
     assert cover.active.mean() < 0.5 * pack.n_probes
 
 
-def test_rows_of_a_batch_do_not_touch_each_other(pack):
+def test_sequences_of_a_batch_do_not_affect_each_other(pack):
     manager, hidden = DynamicProbeManager(pack), pack.golden_hidden[:, 0]
     state, first = manager.step(None, hidden[:8])
     _, second = manager.step(state, hidden[8:16])
@@ -52,7 +50,7 @@ def test_rows_of_a_batch_do_not_touch_each_other(pack):
         assert np.array_equal(alone.active_scores(0), second.active_scores(row))
 
 
-def test_offline_with_prompt_length_equals_stepping(pack):
+def test_score_tokens_with_prompt_len_equals_stepping(pack):
     manager, hidden = DynamicProbeManager(pack), pack.golden_hidden[:, 0]
     offline = manager.score_tokens(hidden, prompt_len=5)
     state, _ = manager.step(None, hidden[4:5])
@@ -63,7 +61,7 @@ def test_offline_with_prompt_length_equals_stepping(pack):
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_a_state_that_is_not_finite_is_unseen_and_its_neighbours_are_not(value):
+def test_nonfinite_hidden_state_is_unseen_and_its_neighbours_are_not(value):
     manager = DynamicProbeManager(ProbePack.open(LINEAR))
     hidden = manager.pack.golden_hidden[:3, 0].clone()
     clean = manager.score_tokens(hidden)
@@ -74,14 +72,14 @@ def test_a_state_that_is_not_finite_is_unseen_and_its_neighbours_are_not(value):
     assert np.array_equal(scores.active_scores(2), clean.active_scores(2))
 
 
-def test_limits_are_counted_not_hidden():
+def test_probes_over_the_limit_are_counted_as_dropped():
     pack = ProbePack.open(LINEAR)
     scores = DynamicProbeManager(pack, max_loaded_probes=20).score_tokens(pack.golden_hidden[:, 0])
     assert scores.coverage.dropped.sum() > 0
     assert scores.coverage.active.max() <= 20
 
 
-def test_without_some_branches_the_rest_is_as_it_was(pack):
+def test_excluded_branches_do_not_change_the_other_scores(pack):
     hidden = pack.golden_hidden[:, 0]
     named = [pack.concepts[int(probe)]["id"] for probe in pack.tree.roots[:2]]
     whole = DynamicProbeManager(pack, load_threshold="exact", max_loaded_probes=pack.n_probes)
@@ -102,7 +100,7 @@ def test_without_some_branches_the_rest_is_as_it_was(pack):
 
 
 @pytest.mark.parametrize("impl", ["cpu", "numba"])
-def test_implementations_agree_on_the_real_pack(pack, impl):
+def test_implementations_agree_with_golden_scores(pack, impl):
     scored = DynamicProbeManager(pack, impl=impl).score_all(pack.golden_hidden[:, 0])
     assert (scored - pack.golden_scores).abs().max() < 1e-5
 
@@ -120,7 +118,7 @@ def test_bad_arguments_are_named():
 
 
 @pytest.mark.parametrize("impl", ["numba", "cpu"])
-def test_a_state_of_a_manager_with_other_settings_is_refused_where_it_does_not_fit(tmp_path, model, impl):
+def test_state_of_a_manager_with_other_settings_is_refused_if_it_does_not_fit(tmp_path, model, impl):
     """A concept that is left out has lost its parents: its path score would be its own alone."""
     pack, hidden = make_pack(tmp_path / "pack", model), torch.randn(3, HIDDEN)
     for packs in (pack, {"one": pack, "other": pack}):
@@ -139,7 +137,7 @@ def test_a_state_of_a_manager_with_other_settings_is_refused_where_it_does_not_f
             assert scores.coverage.dropped.any() == (manager is smaller)
 
 
-def test_a_manager_says_what_it_is(pack):
+def test_manager_repr_names_pack_thresholds_and_strategy(pack):
     manager = DynamicProbeManager(pack, impl="cpu", strategy="descent")
     text = f"DynamicProbeManager({pack.name!r}, {pack.n_probes} probes, thresholds 'precision_0.9', cpu on cpu,"
     assert repr(manager) == f"{text} descent for a token, descent for a prompt)"
@@ -171,7 +169,7 @@ def test_every_probe_reads_its_own_site(two_sites, strategy, arena_bytes):
         assert np.abs(scores.active_scores(t) - path[t, scores.active(t)]).max() < 1e-5
 
 
-def test_a_pack_recommends_settings_and_the_user_decides(model, tmp_path):
+def test_user_settings_override_recommended_ones(model, tmp_path):
     made = make_pack(tmp_path / "pack", model, recommended={"load_threshold": 0.4, "keep_top_k": 3})
     asked, left = DynamicProbeManager(made, keep_top_k=7, impl="cpu"), DynamicProbeManager(made, impl="cpu")
     assert (asked.config.keep_top_k, left.config.keep_top_k, left.config.report_top_k) == (7, 3, 10)
@@ -180,7 +178,7 @@ def test_a_pack_recommends_settings_and_the_user_decides(model, tmp_path):
         make_pack(tmp_path / "odd", model, recommended={"keep_top": 3})
 
 
-def test_folders_are_opened_wherever_packs_are_given(tmp_path):
+def test_folders_are_accepted_in_place_of_packs(tmp_path):
     shipped, mlp = "probes/wordnet-smollm2-135m", Path("probes/wordnet-smollm2-135m-mlp")
     pack = ProbePack.open(shipped)
     hidden = pack.golden_hidden[:3, 0]
@@ -195,7 +193,7 @@ def test_folders_are_opened_wherever_packs_are_given(tmp_path):
             DynamicProbeManager(wrong)
 
 
-def test_public_nouns_are_importable_and_loaded_at_first_use():
+def test_public_names_are_importable_and_loaded_lazily():
     for name in set(probemon.__all__) - {"__version__"}:
         assert getattr(probemon, name).__name__ == name and name in dir(probemon)
     with pytest.raises(AttributeError, match="no attribute 'Scoers'"):

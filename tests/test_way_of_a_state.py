@@ -1,4 +1,4 @@
-"""From the tap to its scores a hidden state goes through the modules that docs/architecture.md draws."""
+"""A hidden state passes from the tap to its scores through the modules that docs/architecture.md lists."""
 
 import re
 import sys
@@ -39,7 +39,7 @@ class Walk:
             self.modules.append(name)
 
 
-def test_a_token_enters_eleven_modules_from_the_tap_to_its_scores(pack):
+def test_token_passes_at_most_eleven_modules_from_tap_to_scores(pack):
     pytest.importorskip("numba")
     model = make_model()
     manager = DynamicProbeManager(pack, impl="numba", strategy="descent")
@@ -82,7 +82,7 @@ def modules_of_a_step(manager, model, prepare=lambda run: None, **options):
     return list(entered)
 
 
-def test_a_token_enters_so_many_modules_in_a_whole_step(pack):
+def test_whole_step_enters_a_bounded_number_of_modules(pack):
     pytest.importorskip("numba")
     model, manager = make_model(), DynamicProbeManager(pack, impl="numba", strategy="descent")
     plain = modules_of_a_step(manager, model)

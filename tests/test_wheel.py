@@ -1,4 +1,4 @@
-"""What is published works by itself: the wheel holds the default pack, and `probemon watch demo` runs anywhere."""
+"""The built wheel works alone: it holds the default pack, and `probemon watch demo` runs from any folder."""
 
 import os
 import shutil
@@ -55,7 +55,7 @@ def installed(archive, tmp_path_factory):
     return folder / "site"
 
 
-def test_no_transformers_newer_than_the_tested_one_is_installed():
+def test_transformers_newer_than_the_tested_one_is_excluded():
     wanted = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
     (bounds,) = (Requirement(line).specifier for line in wanted if line.startswith("transformers"))
     pins = dict(line.split("==") for line in (ROOT / "constraints.txt").read_text().split() if "==" in line)
@@ -64,14 +64,14 @@ def test_no_transformers_newer_than_the_tested_one_is_installed():
     assert not bounds.contains(f"{major}.{minor + 1}.0")
 
 
-def test_the_pack_of_the_wheel_is_that_of_the_repository_byte_for_byte(installed):
+def test_wheel_contains_the_repository_pack_byte_for_byte(installed):
     assert [folder.name for folder in (installed / "probemon/probes").iterdir()] == [Path(PACK).name]
     files = {file.name: file.read_bytes() for file in (ROOT / PACK).iterdir()}
     assert {file.name: file.read_bytes() for file in (installed / "probemon" / PACK).iterdir()} == files
     assert len(files) == 4
 
 
-def test_the_wheel_alone_watches_the_demo_with_its_own_pack_from_any_folder(installed, tmp_path):
+def test_wheel_alone_watches_the_demo_from_any_folder(installed, tmp_path):
     where = python("-c", "import probemon; print(probemon.__file__)", folder=tmp_path, path=installed)
     assert Path(where.stdout.strip()) == installed / "probemon/__init__.py"
     inspected = python("-m", "probemon", "inspect", "demo", "--json", folder=tmp_path, path=installed)
@@ -84,7 +84,7 @@ def test_the_wheel_alone_watches_the_demo_with_its_own_pack_from_any_folder(inst
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_wheel_without_the_pack_says_so(installed, tmp_path):
+def test_wheel_without_the_pack_reports_it(installed, tmp_path):
     bare = shutil.copytree(installed, tmp_path / "bare")
     shutil.rmtree(bare / "probemon/probes")
     done = python("-m", "probemon", "watch", "demo", folder=tmp_path, path=bare)
@@ -94,7 +94,7 @@ def test_a_wheel_without_the_pack_says_so(installed, tmp_path):
     )
 
 
-def test_who_made_it_and_what_it_is_are_in_the_metadata(installed):
+def test_wheel_metadata_names_authors_extras_and_entry_point(installed):
     (folder,) = installed.glob("probemon-*.dist-info")
     metadata = (folder / "METADATA").read_text().split("\n\n")[0].split("\n")
     assert {"Name: probemon", "Version: 0.1.0", "Author: The probemon authors", "Provides-Extra: demo"} <= set(metadata)
@@ -105,11 +105,11 @@ def test_who_made_it_and_what_it_is_are_in_the_metadata(installed):
 
 
 @pytest.mark.parametrize("folder", ["lab/corpora/report_page", "ops/server/page", "util/page_code"])
-def test_the_files_of_pages_are_installed(installed, folder):
+def test_page_files_are_installed(installed, folder):
     files = {file.name: file.read_bytes() for file in (ROOT / "probemon" / folder).iterdir() if file.is_file()}
     assert {name: (installed / "probemon" / folder / name).read_bytes() for name in files} == files and files
 
 
-def test_the_templates_of_pages_are_installed(installed):
+def test_page_templates_are_installed(installed):
     files = {str(file.relative_to(ROOT)): file.read_bytes() for file in (ROOT / "probemon").rglob("*.html.j2")}
     assert {name: (installed / name).read_bytes() for name in files} == files and len(files) >= 6

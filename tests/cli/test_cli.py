@@ -84,7 +84,7 @@ def test_stream_gives_every_token_with_the_scores_of_the_result(demo, manager):
     assert bare[0].tolist() == [e.token_id for e in events]
 
 
-def test_what_is_said_of_animals_is_said_of_animals_alone(demo, manager):
+def test_living_thing_concept_fires_on_animals_only(demo, manager):
     """What the whole thing is for, once, end to end."""
     model, tokenizer = demo
     text = "The whale swam past the boat, and a dog barked at the old horse near the table."
@@ -100,7 +100,7 @@ def test_what_is_said_of_animals_is_said_of_animals_alone(demo, manager):
     assert fired == {"whale", "dog", "horse"}
 
 
-def test_leaving_the_stream_stops_the_generation(demo, manager):
+def test_closing_the_stream_stops_the_generation(demo, manager):
     model, tokenizer = demo
     before, threads = n_hooks(model), threading.active_count()
     events = manager.stream(model, tokenizer, CHAT, max_new_tokens=2000, do_sample=False)
@@ -165,7 +165,7 @@ def test_views_show_each_token_with_its_path(demo, manager):
     assert "a closing line" in text and text.count(" > ") >= 1
 
 
-def test_summary_says_why_it_lists_nothing_and_what_is_unlike_the_calibration(demo, tmp_path):
+def test_summary_explains_an_empty_list_and_unfamiliar_text(demo, tmp_path):
     """Thresholds for a sentence that nothing exceeds, and a calibration to which every state is far."""
     model, tokenizer = demo
     pack = ProbePack.open(PACK)
@@ -197,7 +197,7 @@ def test_control_characters_never_reach_the_terminal(token, shown):
     assert printable(token) == shown
 
 
-def test_narrow_path_keeps_the_root_and_the_concept():
+def test_shortened_path_keeps_the_root_and_the_concept():
     concept = describe(ProbePack.open(PACK), ProbePack.open(PACK).find("whale"), 0.5)
     full = " > ".join(concept.path)
     assert path_text(concept).plain == full == path_text(concept, len(full)).plain
@@ -211,7 +211,7 @@ def test_narrow_path_keeps_the_root_and_the_concept():
 
 
 @pytest.mark.parametrize("width", [36, 45, 59, 60, 80])
-def test_the_live_view_shows_the_concept_of_its_numbers_at_every_width(manager, width):
+def test_live_view_shows_concept_and_strength_at_every_width(manager, width):
     """And that a token is unseen: not an end of the root's name, or of nothing."""
     pack = manager.pack
     concept = describe(pack, pack.find("whale"), 0.9)
@@ -247,7 +247,7 @@ def test_small_terminal_shows_the_newest_token(demo, manager):
     assert capture.get().count("\n") <= 16 and re.search(r"\d tokens? scored", capture.get())
 
 
-def test_a_strength_without_bounds_has_a_full_bar():
+def test_infinite_strength_has_a_full_bar():
     pack = ProbePack.open(PACK)
     concept = describe(pack, pack.find("whale"), 1.0)
     assert math.isinf(concept.strength) and strength_bar(concept).plain == "███ +inf"
@@ -256,7 +256,7 @@ def test_a_strength_without_bounds_has_a_full_bar():
 # -- commands ------------------------------------------------------------------------------------
 
 
-def test_watch_prints_one_json_object_and_shows_tokens_beside_it():
+def test_watch_prints_one_json_object_and_shows_tokens_on_stderr():
     done = cli("watch", "demo", PACK, "--prompt", "Tell me about dogs.", "--max-new-tokens", "10", "--json", check=True)
     lines, answer = done.stderr.splitlines(), json.loads(done.stdout)
     assert answer["generated_tokens"] == 10 and answer["unseen_tokens"] == 1 and answer["dropped"] == 0
@@ -271,7 +271,7 @@ def test_watch_prints_one_json_object_and_shows_tokens_beside_it():
     assert answer["alert_set"] == "precision_0.9"
 
 
-def test_inspect_says_what_is_in_the_pack(run):
+def test_inspect_describes_the_pack(run):
     answer = json.loads(run("inspect", PACK, "--json")[1])
     assert (
         answer["n_probes"] == ProbePack.open(PACK).n_probes
@@ -329,7 +329,7 @@ def test_bad_input_is_one_line_and_status_2(run, arguments, words):
         ["import", "hatcat", "{}", "nowhere", "--site", "resid_post.1", "--normalize", "none"],
     ],
 )
-def test_a_text_in_the_place_of_a_path_is_one_line_and_status_2(run, arguments):
+def test_text_in_place_of_a_path_is_one_line_and_status_2(run, arguments):
     code, _, error = run(*(argument.format("so it was " * 30) for argument in arguments))
     assert code == 2 and len(error.splitlines()) == 1
     assert "File name too long" in error or "no such folder" in error
@@ -371,7 +371,7 @@ def test_pipeline_and_streamer_are_watched_like_generate(demo, manager):
         assert np.array_equal(other.scores.values, third.scores.values)
 
 
-def test_the_command_line_starts_without_torch():
+def test_command_line_starts_without_torch():
     """It takes seconds, and help, errors and reports need none of it."""
     done = subprocess.run(
         [sys.executable, "-c", "import probemon.cli.app, sys; print('torch' in sys.modules)"],

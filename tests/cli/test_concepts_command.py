@@ -1,4 +1,4 @@
-"""The command concepts: the tree, what is cut, what a pattern shows, and what a program reads."""
+"""The command concepts: the tree, depth limits, patterns and JSON."""
 
 import json
 import math
@@ -53,7 +53,7 @@ def rows(out):
     return [line.replace("├─", "").replace("└─", "").replace("│", "").split() for line in out.splitlines()[2:-1]]
 
 
-def test_tree_has_every_concept_with_its_level_threshold_precision_and_meaning(monkeypatch, capsys, toy):
+def test_tree_shows_level_threshold_precision_and_definition_of_every_concept(monkeypatch, capsys, toy):
     code, out, _ = run(monkeypatch, capsys, toy.directory)
     assert code == 0 and out.startswith("toy: 6 of 6 concepts, alert set strict (--alert-set also knows loose)\n")
     assert [row for row in rows(out) if row[0] != "for"] == [
@@ -69,14 +69,14 @@ def test_tree_has_every_concept_with_its_level_threshold_precision_and_meaning(m
     assert lines[:6] == ["a          ", "├─ b       ", "│  └─ same ", "│     └─ sa", "└─ c       ", "   └─ same "]
 
 
-def test_another_alert_set_has_its_own_thresholds_and_no_precision_of_the_first(monkeypatch, capsys, toy):
+def test_another_alert_set_shows_its_own_thresholds_and_no_other_precision(monkeypatch, capsys, toy):
     _, out, _ = run(monkeypatch, capsys, toy.directory, "b", "--depth", "0", "--alert-set", "loose")
     assert rows(out)[1][:3] == ["b", "1", "0.062"] and "91%" not in out and "alert set loose" in out
     code, out, error = run(monkeypatch, capsys, toy.directory, "--alert-set", "lose")
     assert code == 2 and not out and error.count("\n") == 1 and "it has strict, loose" in error
 
 
-def test_pattern_shows_all_ways_from_the_root_and_what_is_below(monkeypatch, capsys, toy):
+def test_pattern_shows_all_paths_from_the_root_and_all_descendants(monkeypatch, capsys, toy):
     _, out, _ = run(monkeypatch, capsys, toy.directory, "d", "--json")
     answer = json.loads(out)
     assert [(c["id"], c["matches"]) for c in answer["concepts"]] == [
@@ -102,17 +102,17 @@ def test_pattern_shows_all_ways_from_the_root_and_what_is_below(monkeypatch, cap
     ]
 
 
-def test_depth_counts_levels_below_and_what_is_left_out_is_named(monkeypatch, capsys, toy):
+def test_depth_limits_levels_and_hidden_concepts_are_listed(monkeypatch, capsys, toy):
     _, out, _ = run(monkeypatch, capsys, toy.directory, "--depth", "1")
     names = [row[0] for row in rows(out)[:-1]]
     assert names == ["a", "b", "+2:", "c", "+2:", "lone"]
-    assert "+2: same, same" in out and out.splitlines()[-1].startswith("--depth 3 shows all")
+    assert "+2: same, same" in out and out.splitlines()[-1].startswith("--depth 3 shows everything")
     assert json.loads(run(monkeypatch, capsys, toy.directory, "--json")[1])["n_concepts"] == 6
     _, out, _ = run(monkeypatch, capsys, toy.directory, "b", "--depth", "1", "--json")
     assert [c["id"] for c in json.loads(out)["concepts"]] == ["a", "b", "d"]
 
 
-def test_a_large_pack_is_shown_as_deep_as_its_lines_allow_and_a_terminal_is_not_overrun(monkeypatch, capsys):
+def test_large_pack_is_cut_to_a_bounded_number_of_lines(monkeypatch, capsys):
     pack = ProbePack.open(PACK)
     code, out, _ = run(monkeypatch, capsys, PACK)
     shown = rows(out)[:-1]
@@ -148,6 +148,6 @@ def test_pack_without_thresholds_says_that_nothing_fires(monkeypatch, capsys, tm
         ([PACK, "--depth", "-1"], "--depth is -1: give 0 or more"),
     ],
 )
-def test_what_is_not_there_is_one_line_and_status_2(monkeypatch, capsys, arguments, words):
+def test_missing_pack_or_concept_is_one_line_and_status_2(monkeypatch, capsys, arguments, words):
     code, out, error = run(monkeypatch, capsys, *arguments)
     assert code == 2 and not out and error.count("\n") == 1 and words in error

@@ -1,4 +1,4 @@
-"""doctor says everything that is wrong, each with what to do, and is quiet where nothing is."""
+"""The command doctor names every problem with a remedy, and is quiet if there is none."""
 
 import importlib.metadata
 import json
@@ -51,7 +51,7 @@ def by_state(answer, state):
     return {check["name"]: check["what"] for check in answer["checks"] if check["state"] == state}
 
 
-def test_the_demo_is_well(doctor):
+def test_demo_passes_every_check(doctor):
     code, answer, error = doctor("demo")
     assert (code, answer["ok"], answer["model"], answer["packs"]) == (0, True, "demo", ["demo"]), error
     assert [check["name"] for check in answer["checks"]] == ALL and not by_state(answer, "failed")
@@ -61,7 +61,7 @@ def test_the_demo_is_well(doctor):
     assert "have the scores of an unwatched run's states (within 0)" in well["canary"]
 
 
-def test_a_host_that_does_not_fit_is_said_with_all_that_follows(doctor, tiny):
+def test_model_that_does_not_fit_fails_with_its_consequences(doctor, tiny):
     code, answer, _ = doctor(tiny / "model", "demo")
     failed = by_state(answer, "failed")
     assert code == 1 and not answer["ok"] and [check["name"] for check in answer["checks"]] == ALL
@@ -70,7 +70,7 @@ def test_a_host_that_does_not_fit_is_said_with_all_that_follows(doctor, tiny):
     assert "layers 0..2" in failed["sites"]
 
 
-def test_other_weights_are_a_warning_and_with_strict_a_failure(doctor, tiny):
+def test_other_weights_warn_and_with_strict_fail(doctor, tiny):
     code, answer, error = doctor(tiny / "model", tiny / "other")
     assert code == 0 and answer["ok"] and error == ""
     assert "this model's weights are others" in by_state(answer, "warning")["fit"]
@@ -78,7 +78,7 @@ def test_other_weights_are_a_warning_and_with_strict_a_failure(doctor, tiny):
     assert code == 1 and by_state(answer, "failed").keys() == {"fit"}
 
 
-def test_a_broken_pack_hides_neither_the_model_nor_the_other_pack(doctor, tiny, tmp_path):
+def test_broken_pack_does_not_hide_the_model_or_the_other_pack(doctor, tiny, tmp_path):
     broken = shutil.copytree(tiny / "pack", tmp_path / "broken")
     content = bytearray((broken / "probes.safetensors").read_bytes())
     content[-1] ^= 1
@@ -98,7 +98,7 @@ def test_two_packs_are_checked_together(doctor, tiny):
     assert code == 1 and "2 packs are named 'random'" in by_state(answer, "failed")["pack"]
 
 
-def test_neither_model_nor_pack_are_both_said(doctor, tiny):
+def test_missing_model_and_pack_are_both_reported(doctor, tiny):
     code, answer, error = doctor(tiny / "nowhere", tiny / "nothing")
     failed = by_state(answer, "failed")
     assert code == 1 and error == "" and failed.keys() == {"pack", "model"}
@@ -109,7 +109,7 @@ def test_neither_model_nor_pack_are_both_said(doctor, tiny):
     assert code == 1 and "settings were not measured" in out
 
 
-def test_weights_that_are_no_numbers_are_found_before_and_by_the_canary(doctor, tiny, tmp_path):
+def test_nan_weights_are_found_before_and_by_the_canary(doctor, tiny, tmp_path):
     model = make_model()
     with torch.no_grad():
         model.model.layers[0].mlp.down_proj.weight[0, 0] = float("nan")
@@ -122,7 +122,7 @@ def test_weights_that_are_no_numbers_are_found_before_and_by_the_canary(doctor, 
     assert "hidden state is not finite" in failed["canary"]
 
 
-def test_a_missing_extra_is_named_with_what_installs_it(doctor, tiny, monkeypatch, tmp_path):
+def test_missing_extra_is_named_with_its_install_command(doctor, tiny, monkeypatch, tmp_path):
     with monkeypatch.context() as without:
         without.setitem(sys.modules, "numba", None)
         kernels._installed.cache_clear()
@@ -138,7 +138,7 @@ def test_a_missing_extra_is_named_with_what_installs_it(doctor, tiny, monkeypatc
     assert by_state(answer, "ok").keys() >= {"pack", "kernel", "cache"}
 
 
-def test_code_that_is_kept_for_want_of_another_folder_names_the_variable_to_set(doctor, tiny, monkeypatch):
+def test_temporary_code_folder_names_the_variable_to_set(doctor, tiny, monkeypatch):
     monkeypatch.setattr("probemon.cli.doctor.examination.is_temporary", lambda folder: True)
     code, answer, _ = doctor(tiny / "model", tiny / "pack")
     (cache,) = [check for check in answer["checks"] if check["name"] == "cache"]
@@ -147,12 +147,12 @@ def test_code_that_is_kept_for_want_of_another_folder_names_the_variable_to_set(
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_a_device_that_is_not_there_is_said_and_the_rest_is_tried_without_it(doctor, tiny):
+def test_missing_device_is_reported_and_the_rest_checked_without_it(doctor, tiny):
     code, answer, _ = doctor(tiny / "model", tiny / "pack", "--device", "cuda")
     assert code == 1 and by_state(answer, "failed").keys() == {"device"} and by_state(answer, "ok")["canary"]
 
 
-def test_versions_that_were_not_tried_and_too_many_threads_are_named(doctor, tiny, monkeypatch):
+def test_untested_versions_and_too_many_threads_are_named(doctor, tiny, monkeypatch):
     installed = importlib.metadata.version
     newer = {"transformers": "5.99.0"}
     monkeypatch.setattr(importlib.metadata, "version", lambda name: newer.get(name) or installed(name))
@@ -165,7 +165,7 @@ def test_versions_that_were_not_tried_and_too_many_threads_are_named(doctor, tin
     assert by_state(answer, "warning")["threads"].startswith(f"{too_many} threads of torch on")
 
 
-def test_settings_are_measured_on_a_text_of_ones_own(doctor, tiny, tmp_path, monkeypatch):
+def test_settings_are_measured_on_a_given_text(doctor, tiny, tmp_path, monkeypatch):
     monkeypatch.setattr(measured_settings, "_SECONDS", 0.5)
     (tmp_path / "texts.jsonl").write_text(json.dumps({"text": "ships and whales at sea", "id": "mine"}) + "\n")
     code, answer, error = doctor(tiny / "model", tiny / "pack", "--measure", "--text", tmp_path / "texts.jsonl")
@@ -174,7 +174,7 @@ def test_settings_are_measured_on_a_text_of_ones_own(doctor, tiny, tmp_path, mon
     assert said["trials"][0]["changes"] == {} and said["trials"][-1]["changes"] == {"strategy": "exhaustive"}
     assert said["trials"][-1]["evaluated"] == 40 and said["interval_pct"][0] <= said["overhead_pct"]
     code, out, _ = doctor(tiny / "model", tiny / "pack", "--measure", text=True)
-    assert code == 0 and "as the pack recommends" in out and "a text of ours" in out and "watching adds" in out
+    assert code == 0 and "as the pack recommends" in out and "a built-in text" in out and "watching adds" in out
     (tmp_path / "texts.jsonl").write_text(json.dumps({"text": ""}) + "\n")
     code, _, error = doctor(tiny / "model", tiny / "pack", "--measure", "--text", tmp_path / "texts.jsonl")
     assert code == 2 and "no document of" in error

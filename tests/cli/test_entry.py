@@ -1,4 +1,4 @@
-"""What every command line has: a version, help by two names, completion, and errors that name what is near."""
+"""Every command line has a version, help, completion, and errors that suggest what was meant."""
 
 import errno
 import json
@@ -45,7 +45,7 @@ def run(monkeypatch, capsys, *arguments):
     return (ended.value.code, *capsys.readouterr())
 
 
-def test_the_version_is_that_of_the_package(monkeypatch, capsys):
+def test_version_is_that_of_the_package(monkeypatch, capsys):
     assert probemon.__version__ == "0.1.0"
     assert run(monkeypatch, capsys, "--version") == (0, "probemon 0.1.0\n", "")
     assert "version: 0.1.0\n" in (ROOT / "CITATION.cff").read_text()
@@ -53,7 +53,7 @@ def test_the_version_is_that_of_the_package(monkeypatch, capsys):
     assert project["dynamic"] == ["version"] and project["authors"] == [{"name": "The probemon authors"}]
 
 
-def test_the_list_of_commands_begins_with_watch_and_cuts_no_line(monkeypatch, capsys):
+def test_list_of_commands_begins_with_watch_and_truncates_no_line(monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", "80")
     code, out, _ = run(monkeypatch, capsys, "--help")
     listed = out.split("Commands:\n")[1]
@@ -61,26 +61,26 @@ def test_the_list_of_commands_begins_with_watch_and_cuts_no_line(monkeypatch, ca
 
 
 @pytest.mark.parametrize("path", [*paths_of(COMMANDS)], ids=" ".join)
-def test_help_goes_by_both_names(monkeypatch, capsys, path):
+def test_h_and_help_print_the_same(monkeypatch, capsys, path):
     short, long = (run(monkeypatch, capsys, *path, name) for name in ("-h", "--help"))
     assert short == long and short[0] == 0 and short[2] == ""
     assert short[1].startswith(f"Usage: {' '.join(('probemon', *path))} [OPTIONS]") and "-h, --help" in short[1]
 
 
 @pytest.mark.parametrize("path", [(), ("pack",), ("import",)])
-def test_who_asks_for_nothing_is_given_the_help(monkeypatch, capsys, path):
+def test_command_without_arguments_prints_the_help(monkeypatch, capsys, path):
     asked_for = run(monkeypatch, capsys, *path, "--help")
     code, out, error = run(monkeypatch, capsys, *path)
     assert (code, out.rstrip(), error) == (0, asked_for[1].rstrip(), "")
 
 
-def test_the_package_is_a_command_too():
+def test_package_runs_as_a_module():
     done = subprocess.run([sys.executable, "-m", "probemon", "--version"], capture_output=True, text=True)
     assert (done.returncode, done.stdout, done.stderr) == (0, "probemon 0.1.0\n", "")
 
 
 @pytest.mark.parametrize("line", [["inspect", "demo"], ["watch", "demo"], ["pack", "show"]], ids=" ".join)
-def test_a_current_folder_that_is_gone_is_said_in_one_line(tmp_path, line):
+def test_deleted_current_folder_is_one_line(tmp_path, line):
     gone = tmp_path / "gone"
     gone.mkdir()
     done = subprocess.run(
@@ -93,14 +93,14 @@ def test_a_current_folder_that_is_gone_is_said_in_one_line(tmp_path, line):
 
 
 @pytest.mark.parametrize("line", [b"train demo rows.jsonl --out p\xe9", b"inspect p\xe9", b"p\xe9"])
-def test_an_argument_that_is_not_utf_8_is_refused(monkeypatch, capsys, line):
+def test_argument_that_is_not_utf_8_is_refused(monkeypatch, capsys, line):
     code, out, error = run(monkeypatch, capsys, *map(os.fsdecode, line.split()))
     assert (code, out) == (2, "")
     assert error == "probemon: the argument 'p\\xe9' is not UTF-8: write it in UTF-8, or rename its file\n"
 
 
 @pytest.mark.parametrize("module", ["typer", "probemon.cli.watch.command", "torch", "transformers"])
-def test_ctrl_c_while_something_is_imported_ends_it_without_a_word(module):
+def test_ctrl_c_during_imports_ends_silently(module):
     program = f"""
 import os, signal, sys
 signal.signal(signal.SIGINT, signal.default_int_handler)  # of a job in the background it is ignored
@@ -125,7 +125,7 @@ main()
         ("probemon watch demo --max", 3, "--max-new-tokens"),
     ],
 )
-def test_the_shell_completes_commands_and_options(words, number, completed):
+def test_shell_completes_commands_and_options(words, number, completed):
     asked = {"_PROBEMON_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": str(number)}
     done = subprocess.run(
         [sys.executable, "-m", "probemon"], capture_output=True, text=True, env={**os.environ, **asked}
@@ -145,7 +145,7 @@ def test_the_shell_completes_commands_and_options(words, number, completed):
         ("models/whales/config.json", "models/whales/config.json is a file: give the folder of a model"),
     ],
 )
-def test_a_wrong_model_names_what_is_near(monkeypatch, tmp_path, name, message):
+def test_wrong_model_names_similar_ones(monkeypatch, tmp_path, name, message):
     (tmp_path / "models" / "whales").mkdir(parents=True)
     (tmp_path / "models" / "whales" / "config.json").write_text("{}")
     monkeypatch.chdir(tmp_path)
@@ -171,7 +171,7 @@ def test_a_wrong_model_names_what_is_near(monkeypatch, tmp_path, name, message):
     ],
 )
 @pytest.mark.parametrize("pack", [str(ROOT / "probes" / "wordnet-smollm2-135m"), "wordnet-smollm2-135m"])
-def test_a_pack_in_the_place_of_a_model_is_called_a_pack(monkeypatch, capsys, tmp_path, line, order, pack):
+def test_pack_in_place_of_a_model_is_named_as_a_pack(monkeypatch, capsys, tmp_path, line, order, pack):
     monkeypatch.chdir(tmp_path)
     rows = [
         {"text": f"Text {i} of {word}.", "labels": ["a"] * (i % 2)} for i in range(40) for word in ("whales", "ships")
@@ -185,7 +185,7 @@ def test_a_pack_in_the_place_of_a_model_is_called_a_pack(monkeypatch, capsys, tm
     assert error.splitlines()[-1] == f"probemon: {pack} is a probe pack, not a model: {remedy}"
 
 
-def test_a_folder_without_a_tokenizer_is_refused_in_a_whole_sentence(tmp_path):
+def test_folder_without_a_tokenizer_is_refused_in_a_whole_sentence(tmp_path):
     make_model().save_pretrained(tmp_path / "bare")
     with pytest.raises(ConfigError, match="is a folder and cannot be loaded: ") as caught:
         load_model(str(tmp_path / "bare"), "cpu", print)
@@ -205,11 +205,11 @@ def test_a_folder_without_a_tokenizer_is_refused_in_a_whole_sentence(tmp_path):
         ("a" * 400, "a" * 299 + "…"),
     ],
 )
-def test_an_error_of_somebody_else_is_not_cut_off_at_a_colon(text, sentence):
+def test_library_error_is_not_cut_off_at_a_colon(text, sentence):
     assert first_sentence(OSError(text)) == sentence
 
 
-def test_a_model_that_cannot_be_fetched_is_said_with_a_remedy(monkeypatch):
+def test_model_that_cannot_be_fetched_gets_a_remedy(monkeypatch):
     with pytest.raises(ConfigError) as caught:  # the tests run offline
         load_model("org/nope", "cpu", print)
     assert str(caught.value) == (
@@ -218,7 +218,7 @@ def test_a_model_that_cannot_be_fetched_is_said_with_a_remedy(monkeypatch):
     )
 
 
-def test_a_hub_that_does_not_answer_is_asked_once():
+def test_unreachable_hub_is_asked_once():
     """huggingface_hub alone asks it for 48 seconds."""
     closed = {**os.environ, "HF_HUB_OFFLINE": "0", "HF_ENDPOINT": "http://127.0.0.1:9"}
     begin = time.monotonic()
@@ -242,13 +242,13 @@ def test_a_hub_that_does_not_answer_is_asked_once():
         ("quantize demo probes", "probes exists: choose another path, or overwrite it (--overwrite)"),
         (
             "import probelab w.safetensors new --site resid_post.1 --normalize none",
-            "w.safetensors is no file of probelab, whose save writes 'class' and 'state_dict': probemon import"
+            "w.safetensors is not a file of probelab, whose save writes 'class' and 'state_dict': probemon import"
             " safetensors takes any safetensors file, with a mapping",
         ),
         ("train demo one.jsonl --exclusive --out new", "let the model write more (--generate N)"),
     ],
 )
-def test_what_was_meant_is_said_in_words_of_the_shell(monkeypatch, capsys, tmp_path, line, end):
+def test_suggestion_for_a_mistyped_command_is_a_shell_command(monkeypatch, capsys, tmp_path, line, end):
     monkeypatch.chdir(tmp_path)
     save_file({"w": torch.zeros(3)}, "w.safetensors")
     Path("probes").mkdir()
@@ -262,11 +262,11 @@ def test_what_was_meant_is_said_in_words_of_the_shell(monkeypatch, capsys, tmp_p
 
 
 @pytest.mark.parametrize("command", sorted(set(shell_words._COMMANDS.values())))
-def test_commands_that_are_suggested_are_there(command):
+def test_suggested_commands_exist(command):
     assert command in COMMANDS.commands and not set(shell_words._COMMANDS) & set(COMMANDS.commands)
 
 
-def test_every_command_opens_a_model_in_the_same_way():
+def test_every_command_opens_a_model_with_the_same_defaults():
     """Scores of one command are those of another only where both read the model in one number format."""
     below = [*COMMANDS.commands.values()]
     below += [inner for group in below for inner in getattr(group, "commands", {}).values()]
@@ -291,7 +291,7 @@ def test_every_command_opens_a_model_in_the_same_way():
     ],
     ids=" ".join,
 )
-def test_a_mistyped_pack_names_the_near_one_in_every_command(monkeypatch, capsys, arguments):
+def test_mistyped_pack_names_the_nearest_in_every_command(monkeypatch, capsys, arguments):
     more = {"quantize": ["out"], "hierarchy": ["tree.json"], "pack": ["org/name"]}.get(arguments[0], [])
     monkeypatch.chdir(ROOT)
     code, out, error = run(monkeypatch, capsys, *arguments, "probes/wordnet-smollm", *more)
@@ -301,14 +301,14 @@ def test_a_mistyped_pack_names_the_near_one_in_every_command(monkeypatch, capsys
 
 
 @pytest.mark.parametrize("name", ["demo", "wordnet-smollm2-135m"])
-def test_the_shipped_pack_is_there_from_any_folder(monkeypatch, capsys, tmp_path, name):
+def test_shipped_pack_is_found_from_any_folder(monkeypatch, capsys, tmp_path, name):
     monkeypatch.chdir(tmp_path)
     code, out, error = run(monkeypatch, capsys, "inspect", name, "--json")
     assert (code, error) == (0, "") and json.loads(out)["name"] == "wordnet-smollm2-135m"
 
 
 @pytest.mark.parametrize(("n", "probes"), [(1, "1 probe,"), (2, "2 probes,")])
-def test_one_is_counted_as_one_and_a_licence_is_called_one(monkeypatch, capsys, tmp_path, n, probes):
+def test_singular_and_licence_are_printed_correctly(monkeypatch, capsys, tmp_path, n, probes):
     make_pack(tmp_path / "few", make_model(), n=n, licence="not stated")
     code, out, error = run(monkeypatch, capsys, "inspect", str(tmp_path / "few"))
     assert (code, error) == (0, "") and f"random  {probes} " in out
@@ -317,7 +317,7 @@ def test_one_is_counted_as_one_and_a_licence_is_called_one(monkeypatch, capsys, 
     assert code == 0 and f"{n} of {n} concept{'s' * (n > 1)}," in out
 
 
-def test_a_link_that_leads_nowhere_is_no_missing_file(monkeypatch, capsys, tmp_path):
+def test_dangling_link_is_not_called_a_missing_file(monkeypatch, capsys, tmp_path):
     monkeypatch.chdir(tmp_path)
     Path("tree.json").symlink_to("gone.json")
     code, _, error = run(monkeypatch, capsys, "hierarchy", "demo", "tree.json", "--out", "new")
@@ -325,7 +325,7 @@ def test_a_link_that_leads_nowhere_is_no_missing_file(monkeypatch, capsys, tmp_p
     assert error == "probemon: tree.json is a link that leads nowhere: mend it, or give the file itself\n"
 
 
-def test_quantize_does_what_its_error_advises(monkeypatch, capsys, tmp_path):
+def test_quantize_accepts_the_option_its_error_advises(monkeypatch, capsys, tmp_path):
     monkeypatch.chdir(tmp_path)
     assert run(monkeypatch, capsys, "quantize", "demo", "small")[0] == 0
     before = Path("small/manifest.json").stat().st_ino
@@ -344,11 +344,11 @@ def test_quantize_does_what_its_error_advises(monkeypatch, capsys, tmp_path):
         ("analyze nowhere probes demo.jsonl --out new", "no such folder: 'probes'"),
         ("analyze nowhere demo missing.jsonl --out new", "missing.jsonl is neither a file nor a folder"),
         ("analyze nowhere demo empty.txt --out new", "empty.txt has no documents: there is nothing to score\n"),
-        ("analyze nowhere demo a.yaml --out new", "a.yaml is YAML, and of one file each line is a document: write its"),
+        ("analyze nowhere demo a.yaml --out new", "a.yaml is YAML, and each line is a document: write its"),
         ("analyze nowhere demo a.pt --out new", "a.pt is a file of tensors, and no text: write its texts as .txt or "),
         ("analyze nowhere demo demo.jsonl --out new --floor 2", "floor is 2.0"),
-        ("analyze nowhere demo demo.jsonl --out demo.jsonl", "demo.jsonl exists and holds no analysis"),
-        ("analyze nowhere demo demo.jsonl --out full", "full exists and holds no analysis"),
+        ("analyze nowhere demo demo.jsonl --out demo.jsonl", "demo.jsonl exists and has no analysis"),
+        ("analyze nowhere demo demo.jsonl --out full", "full exists and has no analysis"),
         ("analyze nowhere demo full --out full/new", "full/new lies in full"),
         ("analyze nowhere demo demo.jsonl --out new --audit-rate 2", "audit_rate is 2.0"),
         ("analyze nowhere demo demo.jsonl --out new --alert-set x", "no set of alert thresholds 'x'"),
@@ -385,7 +385,7 @@ def test_inputs_are_checked_before_a_model_is_loaded(monkeypatch, capsys, tmp_pa
     assert sorted(tmp_path.rglob("*")) == before
 
 
-def test_what_takes_long_is_told_in_a_terminal_alone():
+def test_slow_steps_are_announced_in_a_terminal_only():
     program = (
         "import time; from probemon.cli.common import told_if_long\n"
         "with told_if_long('at once', 60): pass\n"
@@ -421,7 +421,7 @@ def _caused(error, cause):
         ),
     ],
 )
-def test_what_the_machine_lacks_is_a_line_and_no_traceback(monkeypatch, capsys, error, said):
+def test_out_of_memory_is_one_line_without_a_traceback(monkeypatch, capsys, error, said):
     def command(**_):
         raise error
 
@@ -433,7 +433,7 @@ def test_what_the_machine_lacks_is_a_line_and_no_traceback(monkeypatch, capsys, 
     assert ended.value.code == 2 and shown.startswith(f"probemon: {said}") and shown.count("\n") == 1
 
 
-def test_a_full_disk_is_an_error_of_the_system_that_names_the_file(tmp_path):
+def test_full_disk_is_an_os_error_that_names_the_file(tmp_path):
     """safetensors has errors of its own for it."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100, before[1]))
@@ -444,7 +444,7 @@ def test_a_full_disk_is_an_error_of_the_system_that_names_the_file(tmp_path):
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-def test_a_device_or_a_pipe_is_not_replaced_by_a_file(tmp_path):
+def test_device_or_pipe_is_not_replaced_by_a_file(tmp_path):
     """As /dev/null would be, for whoever has all rights, by `--out /dev/null --overwrite`."""
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "null").symlink_to("/dev/null")

@@ -1,4 +1,4 @@
-"""Commands say what they have to say, and other libraries nothing: standard error is compared, in real processes."""
+"""Commands print their own messages and no other library's: standard error is compared in real processes."""
 
 import json
 import os
@@ -35,7 +35,7 @@ def run(place, line):
     return done.stderr
 
 
-def test_commands_say_nothing_of_other_libraries(place):
+def test_commands_print_nothing_from_other_libraries(place):
     model = Path("cache/probemon/smollm2-135m-instruct")
     said = run(place, "watch demo --plain --max-new-tokens 2")
     assert said == (f"converting SmolLM2-135M-Instruct.Q4_1.gguf to safetensors in {place / model} (once)\n")

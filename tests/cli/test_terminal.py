@@ -1,5 +1,4 @@
-"""Nothing that comes from outside is obeyed by the terminal: hostile text through every command, every option and
-every part of a pack."""
+"""No text from outside can control the terminal, through any command, option or part of a pack."""
 
 import ast
 import io
@@ -69,7 +68,7 @@ def run(monkeypatch, capsys, *arguments):
 
 @settings(max_examples=120, deadline=None)
 @given(st.text(st.characters(codec=None) | st.sampled_from(HOSTILE)))
-def test_what_is_harmless_has_nothing_harmful_stays_so_and_loses_nothing_else(text):
+def test_harmless_text_has_no_control_codes_and_loses_nothing_else(text):
     shown = harmless(text)
     assert not harmful(shown, keep="") and harmless(shown) == shown
     assert harmless(text, keep="\n").replace("\n", r"\n") == shown
@@ -80,13 +79,13 @@ def test_what_is_harmless_has_nothing_harmful_stays_so_and_loses_nothing_else(te
     shown.encode("utf-8")
 
 
-def test_scripts_and_emoji_that_need_joiners_stay_as_they_are():
+def test_scripts_and_emoji_that_need_joiners_are_unchanged():
     for text in ("naïve café", "میخواهم\u200c", "👩\u200d👩\u200d👧", "क्\u200dष", "日本語", "שלום", "é\u0301"):
         assert harmless(text) == text
 
 
 @pytest.mark.parametrize("width", [40, 200])
-def test_a_console_at_the_border_takes_no_text_for_markup_and_lets_none_be_obeyed(capsys, width):
+def test_console_treats_no_text_as_markup_or_escapes(capsys, width):
     console = terminal(width=width, soft_wrap=False, force_terminal=True, color_system="standard")
     table = Table(title=HOSTILE)
     table.add_column(HOSTILE)
@@ -103,7 +102,7 @@ def test_a_console_at_the_border_takes_no_text_for_markup_and_lets_none_be_obeye
     )
 
 
-def test_the_border_is_around_prints_warnings_and_tracebacks_and_is_taken_away(capsys):
+def test_border_covers_prints_warnings_and_tracebacks_and_is_removed(capsys):
     before = sys.stdout, sys.stderr
     with border():
         print(HOSTILE)
@@ -116,14 +115,14 @@ def test_the_border_is_around_prints_warnings_and_tracebacks_and_is_taken_away(c
     assert error.endswith("one\\ntwo\nthree\n") and "a\tb\\r" in error
 
 
-def test_what_a_stream_cannot_encode_is_written_out():
+def test_characters_that_a_stream_cannot_encode_are_escaped():
     raw = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
     Bordered(raw).write("é\x1b\n")
     raw.flush()
     assert raw.buffer.getvalue() == b"\\xe9\\x1b\n"
 
 
-def test_json_is_json_with_the_same_content(capsys):
+def test_json_output_has_the_same_content(capsys):
     content = {"name": HOSTILE, "list": [1, 2.5, None, True, {"é": "日本"}]}
     answer(content)
     answer({"a": float("nan"), "b": [float("inf"), {"c": (1.5, float("-inf"))}]})
@@ -135,7 +134,7 @@ def test_json_is_json_with_the_same_content(capsys):
     )
 
 
-def test_only_the_border_prints():
+def test_only_the_terminal_module_prints():
     """Nobody else prints, makes a console, or reads markup."""
     for path in Path(probemon.__file__).parent.rglob("*.py"):
         if path.name == "terminal.py":
@@ -173,7 +172,7 @@ ALL = list(commands(COMMANDS))
 
 
 @pytest.mark.parametrize("path, command", ALL, ids=[" ".join(path) for path, _ in ALL])
-def test_hostile_arguments_of_every_command_and_option_are_shown_harmless(monkeypatch, capsys, tmp_path, path, command):
+def test_hostile_arguments_of_every_command_and_option_are_escaped(monkeypatch, capsys, tmp_path, path, command):
     monkeypatch.chdir(tmp_path)
     text = HOSTILE[:-1].replace("\n", "")
     required = [param for param in command.params if param.required]
@@ -276,7 +275,7 @@ def hostile_pack(tmp_path_factory):
     return forged(made, folder / "pack", manifest)
 
 
-def test_a_hostile_pack_is_inspected_copied_cut_and_compared_harmlessly(monkeypatch, capsys, tmp_path, hostile_pack):
+def test_hostile_pack_is_escaped_by_inspect_copy_subset_and_diff(monkeypatch, capsys, tmp_path, hostile_pack):
     code, out, _ = run(monkeypatch, capsys, "inspect", hostile_pack)
     assert (
         code == 0
@@ -347,7 +346,7 @@ def test_a_hostile_pack_is_inspected_copied_cut_and_compared_harmlessly(monkeypa
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_a_hostile_part_of_a_pack_is_named_harmlessly_by_every_command_that_opens_it(
+def test_hostile_part_of_a_pack_is_escaped_by_every_command(
     monkeypatch, capsys, tmp_path, hostile_pack, where, change, tensors
 ):
     pack = forged(ProbePack.open(hostile_pack), tmp_path / "pack", change, tensors or (lambda held: None))
@@ -403,7 +402,7 @@ CLAIMS = [
 
 
 @pytest.mark.parametrize("part, claim", CLAIMS, ids=lambda value: repr(value)[:50].encode("ascii", "replace").decode())
-def test_claims_of_another_kind_are_one_line_that_names_them_in_every_command(
+def test_manifest_claims_of_a_wrong_type_are_one_line_in_every_command(
     monkeypatch, capsys, tmp_path, hostile_pack, part, claim
 ):
     pack = forged(ProbePack.open(hostile_pack), tmp_path / "pack", lambda content: content.update({part: claim}))
@@ -423,7 +422,7 @@ def test_claims_of_another_kind_are_one_line_that_names_them_in_every_command(
         assert code == 2 and not out and error.count("\n") == 1 and name in error, (arguments, error)
 
 
-def test_a_card_that_is_no_text_does_not_stop_a_copy(monkeypatch, capsys, tmp_path, hostile_pack):
+def test_card_that_is_not_text_does_not_stop_a_copy(monkeypatch, capsys, tmp_path, hostile_pack):
     pack = forged(
         ProbePack.open(hostile_pack),
         tmp_path / "pack",
@@ -450,9 +449,7 @@ def test_a_card_that_is_no_text_does_not_stop_a_copy(monkeypatch, capsys, tmp_pa
 # -- a host, its tokens and its documents --------------------------------------------------------
 
 
-def test_tokens_documents_and_names_are_harmless_in_every_command_that_runs_a_host(
-    monkeypatch, capsys, tmp_path, host, hostile_pack
-):
+def test_tokens_documents_and_names_are_escaped_when_a_model_runs(monkeypatch, capsys, tmp_path, host, hostile_pack):
     prompt = f"{HOSTILE[:-1]}20"
     code, out, shown = run(
         monkeypatch, capsys, "watch", host, hostile_pack, "--prompt", prompt, "--max-new-tokens", "5", "--json"
@@ -554,7 +551,7 @@ def test_tokens_documents_and_names_are_harmless_in_every_command_that_runs_a_ho
             json.loads(out)
 
 
-def test_imports_name_what_is_hostile_harmlessly(monkeypatch, capsys, tmp_path):
+def test_imports_escape_hostile_names(monkeypatch, capsys, tmp_path):
     folder = tmp_path / f"lens{ESCAPES}"
     key = f"{MARKUP}\x1b[2J:0"
     hatcat_packs.write_layered(folder, hatcat_packs.modules(["linear"], HIDDEN, keys=["A:0", "B:1"]))
@@ -627,7 +624,7 @@ def test_imports_name_what_is_hostile_harmlessly(monkeypatch, capsys, tmp_path):
 # -- views that others' consoles show --------------------------------------------------------------
 
 
-def test_views_are_harmless_on_any_console():
+def test_views_escape_text_on_any_console():
     """`LiveView(Console(), title=...)` is for everybody: a title is no markup, a token no escape."""
     for view in (LiveView, LiveRouting):
         console = Console(width=100, height=30, force_terminal=True, file=io.StringIO(), record=True)
@@ -690,7 +687,7 @@ cli.main()
 
 
 @pytest.mark.parametrize("where, then", [("callback", "error"), ("callback", "sleep"), ("numba", "")])
-def test_a_signal_while_compiled_code_calls_python_back_ends_the_command_cleanly(where, then, tmp_path):
+def test_signal_during_a_callback_from_compiled_code_ends_cleanly(where, then, tmp_path):
     if where == "numba":
         pytest.importorskip("numba")
     environment = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path), "PYTHONPATH": os.getcwd()}

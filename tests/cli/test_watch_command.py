@@ -1,4 +1,4 @@
-"""watch in a pipeline: what it is told, what it writes, how it ends. On the real demo model."""
+"""The command watch in a pipeline, on the real demo model: its options, its output and how it ends."""
 
 import copy
 import io
@@ -81,7 +81,7 @@ def firing(result, token, *, least=-math.inf):
     return {concept.concept: concept.strength for concept in described if concept.strength > least}
 
 
-def test_text_and_concepts_of_every_token_are_those_of_the_result_and_offsets_lead_to_them(watch, whole, tmp_path):
+def test_watch_json_has_text_concepts_and_offsets_of_every_token(watch, whole, tmp_path):
     lines, answer = watch("--max-new-tokens", 30, "--out", tmp_path / "scores.jsonl")
     tokens = whole.tokens_of(0, "generated").tolist()
     assert [entry["position"] for entry in answer["per_token"]] == whole.position[tokens].tolist()
@@ -114,7 +114,7 @@ def test_text_and_concepts_of_every_token_are_those_of_the_result_and_offsets_le
         assert sorted(by_position[entry["position"]]) == sorted(c["concept"] for c in entry["concepts"])
 
 
-def test_a_host_with_memory_slots_is_shown_with_the_tokens_that_it_reads(tmp_path, monkeypatch, capsys):
+def test_model_with_memory_slots_is_shown_with_the_tokens_it_reads(tmp_path, monkeypatch, capsys):
     torch.manual_seed(0)
     sizes = {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2, "memory_dim": 8, "segment_size": 4}
     config = LtmConfig(vocab_size=len(tokenizer()), num_hidden_layers=3, memory_slots=5, **sizes)
@@ -154,7 +154,7 @@ def test_a_host_with_memory_slots_is_shown_with_the_tokens_that_it_reads(tmp_pat
     assert shown == [(one["token"], str(one["position"])) for (one,) in read if one["token_id"] >= 0]
 
 
-def test_every_reason_for_which_tokens_are_unseen_is_told():
+def test_every_reason_for_unseen_tokens_is_reported():
     assert _why_unseen(["", LAST]) == " (the last one generated is never run by the host)"
     assert _why_unseen(["", ""]) == ""
     many = ["a", "b", "b", LAST, *"cde"]
@@ -171,9 +171,7 @@ def test_every_reason_for_which_tokens_are_unseen_is_told():
     ],
 )
 @pytest.mark.parametrize("model_id", [None, "org/other"])
-def test_a_pack_of_another_model_is_refused_before_anything_is_shown(
-    demo, tmp_path, monkeypatch, capsys, site, told, model_id
-):
+def test_pack_of_another_model_is_refused_before_any_output(demo, tmp_path, monkeypatch, capsys, site, told, model_id):
     host = {} if model_id is None else {"model_id": model_id}
     name = make_pack(tmp_path / "pack", make_model(), sites=(site,), host=host).name
     monkeypatch.setattr(command, "load_aloud", lambda name, device, dtype: demo)
@@ -186,14 +184,14 @@ def test_a_pack_of_another_model_is_refused_before_anything_is_shown(
     assert error == f"probemon: {name} {told}: use a pack that was made for this model, or load {of}\n"
 
 
-def test_a_seed_gives_the_same_text_twice_and_another_one_another(watch):
+def test_seed_determines_the_sampled_text(watch):
     arguments = ("--max-new-tokens", 12, "--sample", "--temperature", 1.3, "--top-p", 0.95)
     first, again, other = (watch(*arguments, "--seed", seed)[1]["text"] for seed in (7, 7, 8))
     assert first == again != other
     assert watch("--max-new-tokens", 12, "--seed", 7)[1]["text"] not in (first, other)  # not drawn
 
 
-def test_only_the_concepts_asked_for_and_what_is_below_them_are_shown(watch, whole):
+def test_only_requested_concepts_and_their_descendants_are_shown(watch, whole):
     pack = whole.pack
     strong = Counter(id for t in whole.tokens_of(0, "generated").tolist() for id in firing(whole, t, least=1))
     root = max(pack.tree.roots.tolist(), key=lambda probe: strong[pack.concepts[probe]["id"]])
@@ -209,12 +207,12 @@ def test_only_the_concepts_asked_for_and_what_is_below_them_are_shown(watch, who
     for concept in answer["summary"]["concepts"]:
         assert concept["concept"] in below and concept["strength"] > 1
     assert f"{len(below)} of {pack.n_probes} concepts are shown: those of --concept, and what is below them." in lines
-    assert "What fires with less than --min-strength is not shown." in lines
+    assert "Concepts that fire with less than --min-strength are not shown." in lines
     shown = [line for line in lines if TOKEN.match(line) and "unseen" not in line]
     assert shown and all(f" {pack.concepts[root]['name']} " in line for line in shown)
 
 
-def test_a_parent_stands_where_its_child_is_too_weak_to_be_shown(whole):
+def test_parent_is_shown_when_its_child_is_below_min_strength(whole):
     n_parents, above = 0, shown_above(whole.pack, [], 1.0)
     for token in whole.tokens_of(0).tolist():
         shown = firing(whole, token, least=1.0)
@@ -228,7 +226,7 @@ def test_a_parent_stands_where_its_child_is_too_weak_to_be_shown(whole):
 
 
 @pytest.mark.parametrize("suffix", ["", ":0.5", ":above=0.9"])
-def test_stop_on_ends_the_text_one_token_after_the_concept_and_says_why(watch, whole, suffix):
+def test_stop_on_ends_the_text_one_token_later_and_says_why(watch, whole, suffix):
     tokens = whole.tokens_of(0, "generated").tolist()
     strengths = [firing(whole, token) for token in tokens]
     best = {id: max(s.get(id, -math.inf) for s in strengths) for s in strengths for id in s}
@@ -247,7 +245,7 @@ def test_stop_on_ends_the_text_one_token_after_the_concept_and_says_why(watch, w
     assert any(line.startswith("stopped at") and f"{path} scored {stopped['score']:.3f}" in line for line in lines)
 
 
-def test_a_rule_that_was_not_met_says_how_near_it_came(watch):
+def test_unmet_rule_reports_its_highest_score(watch):
     """The nearest first, with the highest score of a generated token; more than three are counted."""
     few = ("--stop-on", "whale:above=0.9999", "--stop-on", "ship:above=0.99999")
     lines, answer = watch("--max-new-tokens", 12, *few)
@@ -264,17 +262,17 @@ def test_a_rule_that_was_not_met_says_how_near_it_came(watch):
     assert any(line.startswith("and ") and line.endswith(" more of --stop-on were not met") for line in lines)
 
 
-def test_an_answer_of_which_no_token_was_scored_is_not_said_to_be_silent(watch):
+def test_answer_without_scored_tokens_is_not_called_silent(watch):
     """The one token of it is never run by the host."""
     lines, _ = watch("--max-new-tokens", 1, "--stop-on", "whale")
     assert "No token of the answer was scored, so nothing is known of it." in lines
-    assert "--stop-on: whale was asked of no token, since none was scored" in lines
+    assert "--stop-on: whale was compared at no token, since none was scored" in lines
     lines, answer = watch("--max-new-tokens", 3, "--min-strength", 50)
     assert answer["generated_tokens"] == 3
     assert "No concept that is to be shown fired at any token of the answer, of which 2 were scored." in " ".join(lines)
 
 
-def test_stop_on_compares_the_running_score_that_is_asked_for(watch, whole):
+def test_stop_on_compares_the_requested_aggregate(watch, whole):
     """Beside `result.aggregate` of the whole answer; without --aggregate thresholds of running scores are told of."""
     running = whole.aggregate("whale", "max")
     threshold = float(whole.pack.thresholds_for("max")[whole.pack.find("whale")])
@@ -298,7 +296,7 @@ def test_stop_on_compares_the_running_score_that_is_asked_for(watch, whole):
             stop_rules(whole.pack, arguments, "ema:0.3")
 
 
-def test_a_deployment_says_what_was_met_and_by_which_file(watch):
+def test_deployment_reports_its_events_and_its_file(watch):
     arguments = ["--deployment", "examples/watch.yaml", "--prompt", PROMPT, "--max-new-tokens", 16]
     lines, answer = watch(*arguments, packs=())
     error = "\n".join(lines)
@@ -311,7 +309,7 @@ def test_a_deployment_says_what_was_met_and_by_which_file(watch):
 
 
 @pytest.mark.parametrize(("above", "stops"), [(0.0, True), (0.9999999, False)], ids=["met", "not met"])
-def test_a_rule_of_a_deployment_that_stopped_the_text_is_said_to_have(watch, tmp_path, above, stops):
+def test_deployment_rule_that_stopped_the_text_is_named(watch, tmp_path, above, stops):
     text = Path("examples/watch.yaml").read_text().replace("../probes", str(Path("probes").resolve()))
     rule = {"concepts": ["whale"], "above": above, "for_tokens": 3, "action": "stop", "on_blind": "stop"}
     path = tmp_path / "watch.yaml"
@@ -323,7 +321,7 @@ def test_a_rule_of_a_deployment_that_stopped_the_text_is_said_to_have(watch, tmp
     assert any(line.startswith("stopped at") and f"position {position}" in line for line in lines) == stops
 
 
-def test_what_a_deployment_leaves_out_is_counted_and_may_not_be_asked_for(watch, monkeypatch, capsys, tmp_path):
+def test_deployment_exclusions_are_counted_and_cannot_be_requested(watch, monkeypatch, capsys, tmp_path):
     text = Path("examples/watch.yaml").read_text().replace("../probes", str(Path("probes").resolve()))
     text = text[: text.index("always_on:")] + "exclude: [animal]\n"
     (tmp_path / "without.yaml").write_text(text)
@@ -342,7 +340,7 @@ def test_what_a_deployment_leaves_out_is_counted_and_may_not_be_asked_for(watch,
     assert ended.value.code == 2 and "--concept whale: 'whale' is left out by the deployment" in error
 
 
-def test_what_a_budget_left_out_is_said_also_when_it_has_recovered(demo, whole):
+def test_shed_tokens_are_reported_after_the_budget_recovered(demo, whole):
     shed = np.zeros(len(whole), np.int64)
     shed[2:7] = 3
     scores = replace(whole.scores, coverage=replace(whole.coverage, shed=shed))
@@ -354,7 +352,7 @@ def test_what_a_budget_left_out_is_said_also_when_it_has_recovered(demo, whole):
     assert "less was scored than is watched at 5 tokens: a budget left it out" in watched.lines()
 
 
-def test_a_deployment_is_checked_before_a_model_is_loaded(monkeypatch, capsys, tmp_path):
+def test_deployment_is_checked_before_a_model_is_loaded(monkeypatch, capsys, tmp_path):
     def checked(*arguments):
         monkeypatch.setattr(sys, "argv", ["probemon", "deploy", "check", *arguments])
         with pytest.raises(SystemExit) as ended:
@@ -370,7 +368,7 @@ def test_a_deployment_is_checked_before_a_model_is_loaded(monkeypatch, capsys, t
     text = Path("examples/watch.yaml").read_text().replace("../probes", str(Path("probes").resolve()))
     for concepts, status, words in (
         ('["ship"]', 0, "metrics at 127.0.0.1 port 9464; concepts by name: 1"),
-        ('["*"]', 2, "metrics.concepts: 479 concepts, each a series of its own: name at most 100"),
+        ('["*"]', 2, "metrics.concepts: 479 concepts, each a separate series: name at most 100"),
     ):
         (tmp_path / "watch.yaml").write_text(f"{text}metrics: {{port: 9464, concepts: {concepts}}}\n")
         code, out, error = checked(str(tmp_path / "watch.yaml"))
@@ -383,13 +381,13 @@ def test_a_deployment_is_checked_before_a_model_is_loaded(monkeypatch, capsys, t
     assert code == 2 and not out and error.count("\n") == 1 and "pyproject.toml" in error
 
 
-def test_numbers_that_are_compared_are_told_apart():
+def test_compared_numbers_are_printed_with_enough_digits():
     assert apart(0.00213, 0.00118) == ["0.0021", "0.0012"] and apart(0.0011, 0.0012) == ["0.0011", "0.0012"]
     assert apart(0.5, 0.5) == ["0.500", "0.500"] and apart(0.00011, 0.00005144) == ["0.000110", "0.000051"]
     assert apart(0.0, 0.3) == ["0.000", "0.300"] and apart(float("nan"), 0.2) == ["nan", "0.200"]
 
 
-def test_stop_rules_are_read_from_names_strengths_and_scores():
+def test_stop_rules_parse_names_strengths_and_scores():
     pack = ProbePack.open(PACK)
     whale, threshold = pack.find("whale"), float(pack.alert_threshold[pack.find("whale")])
     assert [(rule.probe, rule.above) for rule in stop_rules(pack, ["whale", "whale.n.02:above=0.25"])] == [
@@ -406,7 +404,7 @@ def test_stop_rules_are_read_from_names_strengths_and_scores():
     assert len(stop_rules(pack, ["wha*:above=0.5"])) == len(pack.find_all("wha*"))
 
 
-def test_a_system_prompt_comes_before_the_prompt(demo, watch):
+def test_system_prompt_comes_before_the_prompt(demo, watch):
     tokenizer = demo[1]
     _, plain = watch("--max-new-tokens", 2)
     _, told = watch("--max-new-tokens", 2, "--system", "You are a pirate.")
@@ -423,7 +421,7 @@ def test_a_system_prompt_comes_before_the_prompt(demo, watch):
         chat_messages(bare, "Hello", "You are a pirate.")
 
 
-def test_measured_times_and_what_ran_are_told_together(watch, monkeypatch):
+def test_measured_times_and_kernel_are_reported_together(watch, monkeypatch):
     monkeypatch.setattr(measuring, "overhead", partial(measuring.overhead, n_tokens=2, most_seconds=0))
     lines, answer = watch("--max-new-tokens", 2, "--measure")
     assert answer["measured"]["kernel"] and answer["measured"]["host_ms_per_token"] > 0
@@ -439,11 +437,11 @@ def interruptible():
     signal.signal(signal.SIGINT, before)
 
 
-def test_ctrl_c_while_times_are_measured_leaves_them_out_and_ends_with_130(watch, monkeypatch, interruptible):
+def test_ctrl_c_while_measuring_keeps_the_answer_and_ends_with_130(watch, monkeypatch, interruptible):
     monkeypatch.setattr(measuring, "overhead", lambda *_, **__: signal.raise_signal(signal.SIGINT))
     lines, answer = watch("--max-new-tokens", 2, "--measure", status=130)
     assert answer["interrupted"] and answer["measured"] is None and answer["generated_tokens"] == 2
-    assert "interrupted: what came until then stands above" in lines
+    assert "interrupted: the text so far is above" in lines
 
 
 @pytest.mark.parametrize(
@@ -461,24 +459,27 @@ def test_ctrl_c_while_times_are_measured_leaves_them_out_and_ends_with_130(watch
         (["--stop-on", "region:2"], "'region (area)' (a large indefinite location on the surface of the Earth)"),
         (["--stop-on", "whael"], "no concept 'whael', did you mean 'whale'?"),
         (["--stop-on", "whael:2"], "no concept 'whael', did you mean 'whale'?"),
-        (["--stop-on", "whale:above=1"], "--stop-on whale:above=1: above=1 is no score: give one from 0 to under 1\n"),
+        (
+            ["--stop-on", "whale:above=1"],
+            "--stop-on whale:above=1: above=1 is not a score: give one from 0 to under 1\n",
+        ),
         (
             ["--stop-on", "whale:above=134", "--aggregate", "z:last:16"],
-            "above=134 is no score on z:last:16: give one from 0 to under 133.084",
+            "above=134 is not a score on z:last:16: give one from 0 to under 133.084",
         ),
-        (["--stop-on", "whale:above=high"], "--stop-on whale:above=high: 'high' is no number"),
-        (["--stop-on", "whale:abc"], "--stop-on whale:abc: 'abc' is no number; give a strength, or above=SCORE"),
+        (["--stop-on", "whale:above=high"], "--stop-on whale:above=high: 'high' is not a number"),
+        (["--stop-on", "whale:abc"], "--stop-on whale:abc: 'abc' is not a number; give a strength, or above=SCORE"),
         (["--stop-on", "whael:abc"], "no concept 'whael', did you mean 'whale'?"),
         (["--prompt", "whale " * 9000], "tokens, and the model reads at most 8,192: shorten it"),
         (["--stop-on", "whale:nan"], "no score is nan over its threshold: give a lower strength"),
         (["--stop-on", "whale:over=2"], "--stop-on whale:over=2: over= is not known here; give a strength, or above="),
         (["--out", "README.md"], "--out README.md exists: give another name"),
         (["--out", "nowhere/scores.jsonl"], "nowhere is not a folder"),
-        (["--deployment", "examples/watch.yaml"], "PACK is for the deployment file to say"),
+        (["--deployment", "examples/watch.yaml"], "PACK belongs in the deployment file"),
         (["--dtype", "float12"], "dtype is 'float12': give one of auto"),
     ],
 )
-def test_what_cannot_be_is_one_line_and_status_2(monkeypatch, capsys, arguments, words):
+def test_invalid_option_combination_is_one_line_and_status_2(monkeypatch, capsys, arguments, words):
     monkeypatch.setattr(sys, "argv", ["probemon", "watch", "demo", PACK, *arguments])
     with pytest.raises(SystemExit) as ended:
         cli.main()
@@ -516,12 +517,12 @@ def test_ctrl_c_shows_the_summary_so_far_and_ends_with_130(tmp_path, interruptib
     answer = json.loads(out)
     assert answer["interrupted"] is True and answer["stopped"] is None and 1 < answer["generated_tokens"] < 1000
     assert "the answer, sentence by sentence" in lines
-    assert "interrupted: what came until then stands above" in lines
+    assert "interrupted: the text so far is above" in lines
     written = (tmp_path / "scores.jsonl").read_text().splitlines()
     assert len(written) == answer["tokens"] - 1
 
 
-def test_a_watch_that_was_blind_says_so_at_its_end_and_one_that_saw_says_nothing(tmp_path, monkeypatch, capsys):
+def test_unseen_tokens_are_reported_at_the_end_and_nothing_if_all_were_seen(tmp_path, monkeypatch, capsys):
     def watched(host):
         monkeypatch.setattr(command, "load_aloud", lambda name, device, dtype: (host, tokenizer()))
         arguments = ["--prompt", "w1 w44 w3", "--max-new-tokens", "6", "--json", "--plain"]

@@ -1,4 +1,4 @@
-"""Every aggregator against plain Python in fp64, and the same bits however its tokens arrive. The scores are random."""
+"""Every aggregator equals plain Python in fp64, bit for bit the same however its random scores arrive."""
 
 import math
 
@@ -81,7 +81,7 @@ def arrays(state):
 @pytest.mark.parametrize(("t", "k"), [(1, 1), (2, 3), (7, 5), (53, 17)])
 @pytest.mark.parametrize("dtype", [np.float64, np.float32])
 @each_aggregator
-def test_values_are_those_of_plain_python(aggregator, dtype, t, k):
+def test_values_equal_plain_python(aggregator, dtype, t, k):
     scores = stream(t, k, seed=t).astype(dtype)
     columns = [[float(x) for x in column] for column in scores.T]
     expected = np.array([[ORACLES[aggregator](column[: i + 1]) for column in columns] for i in range(t)])
@@ -91,20 +91,20 @@ def test_values_are_those_of_plain_python(aggregator, dtype, t, k):
 
 
 @pytest.mark.parametrize("temperature", [0.003, 0.1, 2.0])
-def test_attention_is_right_where_every_score_is_a_new_maximum(temperature):
+def test_attention_is_right_when_every_score_is_a_new_maximum(temperature):
     scores = np.linspace(-3, 4, 501)[:, None]  # logits too: the largest weight alone would be exp(1333)
     expected = [soft(scores[: i + 1, 0].tolist(), temperature) for i in range(501)]
     np.testing.assert_allclose(over(Attention(temperature), scores)[:, 0], expected, rtol=0, atol=4 * 541 * EPS)
 
 
 @pytest.mark.parametrize("temperature", [1e-6, 1e-300, 5e-324])
-def test_attention_of_a_tiny_temperature_is_the_maximum(temperature):
+def test_attention_with_a_tiny_temperature_is_the_maximum(temperature):
     scores = stream(60, 5)
     np.testing.assert_allclose(over(Attention(temperature), scores), over(Max(), scores), rtol=0, atol=60 * EPS)
 
 
 @pytest.mark.parametrize("temperature", [1e15, 1e300])
-def test_attention_of_a_large_temperature_is_the_mean(temperature):
+def test_attention_with_a_large_temperature_is_the_mean(temperature):
     scores = stream(60, 5)
     np.testing.assert_allclose(over(Attention(temperature), scores), over(Mean(), scores), rtol=0, atol=120 * EPS)
 
@@ -115,7 +115,7 @@ def test_scores_of_one_stay_exactly_one(aggregator):
 
 
 @each_aggregator
-def test_rows_fed_in_turns_and_in_chunks_have_the_bits_of_each_row_alone(aggregator):
+def test_chunked_and_interleaved_sequences_equal_each_alone_bit_for_bit(aggregator):
     rows = [stream(41, 6, seed) for seed in range(3)]
     states, values = [aggregator.begin()] * 3, [[], [], []]
     for begin, end in [(0, 1), (1, 14), (14, 16), (16, 41)]:
@@ -134,7 +134,7 @@ def test_later_tokens_do_not_change_earlier_values(aggregator):
 
 @pytest.mark.parametrize("k", [1, 2, 3, 5, 7, 8, 9, 13, 16, 17, 31, 64, 257])
 @each_aggregator
-def test_a_concept_has_the_same_bits_alone_and_among_others(aggregator, k):
+def test_concept_has_the_same_bits_alone_and_among_others(aggregator, k):
     # Vectorised code may treat the last few elements, or a single column, in another way than the rest.
     scores = stream(30, k, seed=k)
     together = over(aggregator, scores)
@@ -143,7 +143,7 @@ def test_a_concept_has_the_same_bits_alone_and_among_others(aggregator, k):
 
 
 @each_aggregator
-def test_layout_in_memory_does_not_change_the_bits(aggregator):
+def test_memory_layout_does_not_change_the_bits(aggregator):
     scores = stream(30, 17)
     expected = over(aggregator, scores)
     assert same_bits(over(aggregator, np.asfortranarray(scores)), expected)
@@ -157,7 +157,7 @@ def test_float32_scores_are_aggregated_in_float64(aggregator):
 
 
 @each_aggregator
-def test_beams_that_share_a_past_do_not_disturb_each_other(aggregator):
+def test_beams_with_a_shared_past_do_not_affect_each_other(aggregator):
     past, one, other = stream(11, 4, 1), stream(9, 4, 2), stream(9, 4, 3)
     a = b = fed(aggregator, aggregator.begin(), past)[0]
     values = []
@@ -181,7 +181,7 @@ def test_rejected_drafts_leave_nothing_behind(aggregator):
 
 
 @each_aggregator
-def test_what_was_given_and_what_was_returned_cannot_change_a_state(aggregator):
+def test_caller_arrays_cannot_change_a_state(aggregator):
     scores, buffer, state, values = stream(12, 3), np.empty(3), aggregator.begin(), []
     for token in scores:
         buffer[:] = token
@@ -192,7 +192,7 @@ def test_what_was_given_and_what_was_returned_cannot_change_a_state(aggregator):
 
 
 @each_aggregator
-def test_state_does_not_grow_with_the_tokens_nor_hold_on_to_them(aggregator):
+def test_state_does_not_grow_or_keep_tokens(aggregator):
     scores = stream(500, 5)
     state = fed(aggregator, aggregator.begin(), scores)[0]
     assert all(part.base is None for part in arrays(state))  # a view of a document keeps all of it
@@ -203,31 +203,31 @@ def test_state_does_not_grow_with_the_tokens_nor_hold_on_to_them(aggregator):
 
 @pytest.mark.parametrize("n", [1, 2, 7, 16])
 @pytest.mark.parametrize("rolling", [RollingMean, RollingMax])
-def test_rolling_remembers_nothing_of_what_left_the_window(rolling, n):
+def test_rolling_window_forgets_older_tokens_completely(rolling, n):
     scores = stream(300, 3)
     scores[:250] *= 1e12  # a sum carried along would keep the rounding of these
     for end in (250 + n, 299, 300):
         assert same_bits(over(rolling(n), scores[:end])[-1], over(rolling(n), scores[end - n : end])[-1])
 
 
-def test_mean_of_many_tokens_is_off_by_no_more_than_their_roundings():
+def test_mean_of_many_tokens_is_within_rounding_error():
     scores = stream(20_000, 1)
     assert abs(over(Mean(), scores)[-1, 0] - math.fsum(scores[:, 0]) / 20_000) < 20_000 * EPS
 
 
-def test_zero_has_no_sign():
+def test_negative_zero_is_never_returned():
     for aggregator in ORACLES:
         assert not np.signbit(over(aggregator, np.array([[-0.0, 0.0], [0.0, -0.0]]))).any(), aggregator
 
 
 @each_aggregator
-def test_no_tokens_and_no_concepts_give_empty_values(aggregator):
+def test_no_tokens_or_concepts_give_empty_values(aggregator):
     assert over(aggregator, np.zeros((0, 3))).shape == (0, 3) and over(aggregator, np.zeros((4, 0))).shape == (4, 0)
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @each_aggregator
-def test_score_that_is_no_number_is_refused_and_the_state_goes_on(aggregator, bad):
+def test_nonfinite_score_is_refused_and_the_state_stays_usable(aggregator, bad):
     scores = stream(9, 3)
     for t in (0, 5):
         state = fed(aggregator, aggregator.begin(), scores[:t])[0]
@@ -270,19 +270,19 @@ def test_weight_outside_0_to_1_is_refused(bad):
 
 
 @pytest.mark.parametrize("bad", [*NOT_NUMBERS, 10**400], ids=short)
-def test_temperature_that_is_not_finite_and_over_0_is_refused(bad):
+def test_temperature_that_is_not_finite_and_positive_is_refused(bad):
     with pytest.raises(ConfigError, match=r"temperature is .*: .*finite number over 0"):
         Attention(bad)
 
 
 @pytest.mark.parametrize("bad", [*NOT_NUMBERS, 1.0, 2.5, np.float64(3)], ids=repr)
 @pytest.mark.parametrize("rolling", [RollingMean, RollingMax])
-def test_window_that_is_no_count_of_tokens_is_refused(rolling, bad):
+def test_window_that_is_not_a_positive_integer_is_refused(rolling, bad):
     with pytest.raises(ConfigError, match=r"n is .*: it counts tokens, so give 1 or more"):
         rolling(bad)
 
 
-def test_names_are_short_stable_and_apart():
+def test_names_are_short_stable_and_distinct():
     made = [Each(), Mean(), Max(), Ema(0.3), RollingMean(8), RollingMax(8), Attention(), Attention(1e-3)]
     names = [
         "each",
@@ -311,13 +311,13 @@ def test_equal_parameters_of_other_types_have_one_name(one, same):
     assert str(one) == str(same) and one == same and hash(one) == hash(same)
 
 
-def test_named_takes_none_a_name_or_an_aggregator():
+def test_named_accepts_none_a_name_or_an_aggregator():
     assert [named(x) for x in (None, "mean", "max", "attention")] == [Each(), Mean(), Max(), Attention(0.1)]
     for aggregator in ORACLES:
         assert named(aggregator) is aggregator
 
 
-def test_named_takes_an_aggregator_of_the_users_own():
+def test_named_accepts_a_custom_aggregator():
     class Last:
         def begin(self):
             return ()
@@ -339,12 +339,12 @@ def test_named_takes_an_aggregator_of_the_users_own():
         ("each", Each()),
     ],
 )
-def test_named_reads_texts_as_the_command_line_does(text, meant):
+def test_named_parses_text_as_the_command_line_does(text, meant):
     assert named(text) == meant == parse(text)
 
 
 @pytest.mark.parametrize("name", ["ema", "rolling_mean", "rolling_max"])
-def test_name_that_needs_a_parameter_says_which(name):
+def test_name_without_its_required_parameter_is_explained(name):
     with pytest.raises(ConfigError, match=rf"aggregate is '{name}', without its number: give .*{name}:[WN]"):
         named(name)
 
@@ -354,7 +354,7 @@ def test_name_that_needs_a_parameter_says_which(name):
     ["", "Mean", "median", "ema:", "mean:2", 0, 0.3, True, Mean, Ema, ["mean"], lambda xs: xs],
     ids=lambda bad: getattr(bad, "__name__", repr(bad)),
 )
-def test_named_refuses_anything_else_and_gives_the_choices(bad):
+def test_named_refuses_anything_else_and_lists_the_choices(bad):
     with pytest.raises(ConfigError) as caught:
         named(bad)
     for choice in (
@@ -384,7 +384,7 @@ def test_misspelt_name_gets_the_nearest():
     [Each(), Mean(), Max(), Attention(), Attention(0.25), Ema(0.9), Ema(1 / 3), RollingMean(4), RollingMax(1)],
     ids=str,
 )
-def test_a_name_reads_back_as_what_it_was_of(aggregator):
+def test_aggregator_name_parses_back_to_the_same_aggregator(aggregator):
     assert parse(str(aggregator)) == aggregator
 
 
@@ -399,7 +399,7 @@ def test_a_name_reads_back_as_what_it_was_of(aggregator):
         ("rolling_max:3", RollingMax(3)),
     ],
 )
-def test_a_command_names_an_aggregator_with_its_parameter(text, meant):
+def test_text_with_a_parameter_is_parsed(text, meant):
     assert parse(text) == meant
 
 
@@ -420,7 +420,7 @@ def test_a_command_names_an_aggregator_with_its_parameter(text, meant):
         ("mean:2", "mean takes no number"),
     ],
 )
-def test_a_text_that_names_none_gets_the_choices(text, words):
+def test_text_that_names_no_aggregator_lists_the_choices(text, words):
     with pytest.raises(ConfigError) as caught:
         parse(text)
     assert words in str(caught.value)

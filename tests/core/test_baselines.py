@@ -1,4 +1,4 @@
-"""Z-scores and ranks against plain Python in fp64, and what an attacker who writes the baseline can do to them."""
+"""Z-scores and ranks equal plain Python in fp64, and resist an attacker who writes part of the baseline."""
 
 import math
 import statistics
@@ -42,7 +42,7 @@ def rank_of(odds, before):
 @pytest.mark.parametrize("last", [16, 17, 50, 1000])
 @pytest.mark.parametrize("of", [Each(), Ema(0.3), Mean()], ids=str)
 @pytest.mark.parametrize(("measure", "oracle"), [(ZScore, z_of), (Rank, rank_of)], ids=["z", "rank"])
-def test_against_the_last_tokens_values_are_those_of_plain_python(measure, oracle, of, last):
+def test_values_against_the_last_tokens_equal_plain_python(measure, oracle, of, last):
     scores = scores_of(90)
     values, running = over(measure(last, of), scores), over(of, scores)
     for k in range(3):
@@ -54,7 +54,7 @@ def test_against_the_last_tokens_values_are_those_of_plain_python(measure, oracl
 
 
 @pytest.mark.parametrize(("measure", "name"), [(ZScore, "z"), (Rank, "rank")])
-def test_against_a_pack_values_follow_from_its_counts(measure, name):
+def test_values_against_a_pack_follow_from_its_counts(measure, name):
     counts = ScoreCounts.of(scores_of(5000, seed=1))
     known, scores = measure(counts=counts), scores_of(40)
     assert str(known) == f"{name}:pack" and known == measure()
@@ -68,7 +68,7 @@ def test_against_a_pack_values_follow_from_its_counts(measure, name):
         assert values[t, k] == pytest.approx(expected, abs=1e-12)
 
 
-def test_median_and_spread_of_counts_are_those_of_the_scores_within_a_bin():
+def test_median_and_spread_of_counts_are_exact_within_a_bin():
     odds = np.random.default_rng(2).normal([-6, 0, 3], [0.5, 2, 1.2], (20_001, 3))
     counts = ScoreCounts.of(1 / (1 + np.exp(-odds)))
     for k in range(3):
@@ -82,13 +82,13 @@ def test_median_and_spread_of_counts_are_those_of_the_scores_within_a_bin():
     assert ends.counts[0, [0, -1]].tolist() == [2, 1] and EDGES[0] == -16 and EDGES[-1] == 16
 
 
-def test_counts_add_up_and_leave_out_what_is_no_number():
+def test_score_counts_add_up_and_leave_out_nan():
     scores = scores_of(60)
     whole, parts = ScoreCounts.of(scores), ScoreCounts.of(scores[:20]) + ScoreCounts.of(scores[20:])
     assert np.array_equal(whole.counts, parts.counts) and whole.n.tolist() == [60] * 3
     scores[3, 1] = np.nan
     assert ScoreCounts.of(scores).n.tolist() == [60, 59, 60]
-    with pytest.raises(ConfigError, match="no logits"):
+    with pytest.raises(ConfigError, match="not logits"):
         ScoreCounts.of(np.array([[1.5]]))
     with pytest.raises(ConfigError, match="none of them negative"):
         ScoreCounts(np.full((1, N_BINS), -1))
@@ -96,7 +96,7 @@ def test_counts_add_up_and_leave_out_what_is_no_number():
 
 
 @pytest.mark.parametrize("aggregator", [ZScore(32), Rank(32), ZScore(20, Ema(0.5)), Rank(20, Mean())], ids=str)
-def test_rows_beams_and_drafts_have_the_bits_that_each_sequence_has_alone(aggregator):
+def test_sequences_beams_and_drafts_equal_each_sequence_alone_bit_for_bit(aggregator):
     past, one, other = scores_of(40, seed=1), scores_of(30, seed=2), scores_of(30, seed=3)
     state = aggregator.begin()
     for token in past:
@@ -125,7 +125,7 @@ def poisoned(n, m, value, seed):
 
 @pytest.mark.parametrize("n", [16, 31, 64])
 @pytest.mark.parametrize("value", [-1.0, 4.0, 16.0, -16.0])
-def test_fewer_than_half_of_the_baseline_cannot_make_a_high_score_ordinary(n, value):
+def test_minority_of_poisoned_tokens_cannot_hide_a_high_score(n, value):
     """Whatever they are, the z-score of a high score is at least what the other tokens alone allow."""
     for seed in range(40):
         for m in (1, n // 4, (n - 1) // 2):
@@ -135,7 +135,7 @@ def test_fewer_than_half_of_the_baseline_cannot_make_a_high_score_ordinary(n, va
             assert z >= (12.0 - clean.max()) / spread - 1e-6 > 1.0
 
 
-def test_the_breakdown_point_is_one_half():
+def test_breakdown_point_is_one_half():
     """From half of the tokens on there is no such bound: this is what the baseline bears, and no more."""
     for m, is_unusual in ((31, True), (33, False)):
         window, _ = poisoned(64, m, 6.0, seed=0)
@@ -143,7 +143,7 @@ def test_the_breakdown_point_is_one_half():
         assert (z > 1.0) == is_unusual
 
 
-def test_to_poison_half_of_a_baseline_by_a_jump_is_to_be_told():
+def test_sudden_poisoning_of_a_baseline_is_itself_unusual():
     """The tokens that fill it with high scores have high z-scores themselves, until they are half of it."""
     rng = np.random.default_rng(0)
     odds = np.concatenate([rng.normal(-6, 1, 64), np.full(64, 4.0)])
@@ -151,7 +151,7 @@ def test_to_poison_half_of_a_baseline_by_a_jump_is_to_be_told():
     assert (z[:16] > 3.5).all() and (z[:31] > 1).all() and z[40] < 1
 
 
-def test_a_rank_bears_the_share_that_lies_above_it():
+def test_rank_tolerates_the_stated_share_of_higher_tokens():
     rng = np.random.default_rng(0)
     for m, reached in ((9, True), (11, False)):
         window = rng.permutation(np.concatenate([rng.normal(-6, 1, 100 - m), np.full(m, 9.0)]))
@@ -159,14 +159,14 @@ def test_a_rank_bears_the_share_that_lies_above_it():
         assert (value > 0.89) == reached
 
 
-def test_a_rank_over_r_is_as_rare_as_it_says_for_tokens_like_those_before():
+def test_rank_threshold_has_its_stated_false_positive_rate():
     values = over(Rank(99), 1 / (1 + np.exp(-np.random.default_rng(5).normal(0, 1, (20_000, 1)))))[99:, 0]
     for r in (0.5, 0.9, 0.98):
         assert np.mean(values > r) <= 1 - r + 0.005
         assert np.mean(values >= r - 0.005) >= 1 - r - 0.005
 
 
-def test_no_value_is_over_the_ceiling():
+def test_no_value_exceeds_the_ceiling():
     counts = ScoreCounts.of(scores_of(300, 1))
     high = np.concatenate([np.full((20, 1), 1e-30), np.ones((1, 1))])
     for aggregator in (ZScore(16), Rank(16), ZScore(counts=counts), Rank(counts=counts)):
@@ -186,7 +186,7 @@ def test_no_value_is_over_the_ceiling():
         ("z:pack:none", ZScore()),
     ],
 )
-def test_a_text_names_a_baseline_and_reads_back(text, meant):
+def test_baseline_text_parses_and_reads_back(text, meant):
     assert parse(text) == meant and parse(str(meant)) == meant
     assert is_z_score(text) == isinstance(meant, ZScore) and not is_z_score(None)
 
@@ -204,13 +204,13 @@ def test_a_text_names_a_baseline_and_reads_back(text, meant):
         ("z:pack:meen", "did you mean 'mean'"),
     ],
 )
-def test_a_text_that_names_none_says_what_does(text, words):
+def test_text_that_names_no_baseline_is_explained(text, words):
     with pytest.raises(ConfigError) as caught:
         parse(text)
     assert words in str(caught.value)
 
 
-def test_a_baseline_of_a_pack_needs_its_counts():
+def test_baseline_of_a_pack_needs_its_counts():
     with pytest.raises(ConfigError, match=r"with_counts\(z:pack, pack, probes\)"):
         over(ZScore(), scores_of(3))
     with pytest.raises(ConfigError, match="3 scores, and rank:pack knows of 2 concepts"):

@@ -1,6 +1,4 @@
-"""Every public argument that is a number, in one table: what is no number for it is a typed error with its name, and
-NumPy's numbers are taken.
-"""
+"""Every numeric public argument refuses what is not a number, by name, and accepts NumPy's numbers."""
 
 import math
 from contextlib import suppress
@@ -246,7 +244,7 @@ def env(pack, model, tmp_path_factory):
 
 
 @pytest.mark.parametrize(("call", "row"), [case[1:] for case in TABLE], ids=[case[0] for case in TABLE])
-def test_arguments_that_are_numbers_are_checked_alike(env, call, row):
+def test_numeric_arguments_are_checked_alike(env, call, row):
     name, good, bad = row
     for value in good:
         call(env, value)
@@ -258,7 +256,7 @@ def test_arguments_that_are_numbers_are_checked_alike(env, call, row):
         assert name in text and len(text) < 600 and "\n" not in text, (what, text)
 
 
-def test_settings_with_numbers_of_numpy_are_those_of_python(pack):
+def test_numpy_numbers_in_settings_become_python_numbers(pack):
     config = DynamicProbeManager(
         pack, keep_top_k=np.int64(3), base_layers=np.arange(1), unload_threshold=np.float32(0.5), max_rounds=np.int8(2)
     ).config
@@ -274,7 +272,7 @@ def test_settings_with_numbers_of_numpy_are_those_of_python(pack):
 
 
 @pytest.mark.parametrize("value", [math.nan, 10**400, "much", True, "auto"])
-def test_what_a_pack_recommends_is_checked_as_a_setting_is(pack, value):
+def test_recommended_settings_are_checked_like_user_settings(pack, value):
     recommended = pack.recommended
     try:
         pack.recommended = {**recommended, "load_threshold": value}
@@ -284,7 +282,7 @@ def test_what_a_pack_recommends_is_checked_as_a_setting_is(pack, value):
         pack.recommended = recommended
 
 
-def test_checks_return_the_numbers_of_python():
+def test_checks_return_python_numbers():
     assert (
         type(check_count("n", np.int64(3))) is int
         and type(check_number("x", np.float32(0.5))) is float
@@ -313,7 +311,7 @@ def test_checks_return_the_numbers_of_python():
 
 
 @pytest.mark.parametrize("bad", ["no", "true", 0, 1, None, 1.0, []], ids=repr)
-def test_what_is_no_bool_is_none_wherever_something_would_be_lost(bad, pack, model, tmp_path):
+def test_non_bool_flags_are_refused_if_data_could_be_lost(bad, pack, model, tmp_path):
     (tmp_path / "kept").write_text("kept")
     for call in (
         lambda: ProbePack.open(pack.directory, verify=bad),
@@ -329,13 +327,13 @@ def test_what_is_no_bool_is_none_wherever_something_would_be_lost(bad, pack, mod
 
 
 @pytest.mark.parametrize("bad", [None, 3, b"pack", ["pack"], object()], ids=lambda value: type(value).__name__)
-def test_what_is_no_path_is_named(bad, pack):
+def test_invalid_path_is_named(bad, pack):
     for call in (lambda: ProbePack.open(bad), lambda: subset(pack, bad, ["c0"])):
         with pytest.raises(ConfigError, match="path is"):
             call()
 
 
-def test_rows_and_tokens_that_a_result_lacks_are_named(pack, model):
+def test_missing_rows_and_tokens_of_a_result_are_named(pack, model):
     with DynamicProbeManager(pack).attach(model) as run, torch.no_grad():
         ids = torch.tensor([[1, 5, 9]])
         model(ids)
@@ -423,7 +421,7 @@ def written(path, **changes):
         "overwrite",
     ],
 )
-def test_what_is_written_as_a_pack_is_of_the_right_kind(argument, tmp_path):
+def test_pack_fields_of_a_wrong_type_are_refused(argument, tmp_path):
     """What is of another kind is refused by the project's own errors, and nothing is left of it."""
     for at, value in enumerate(OF_ANOTHER_KIND):
         path = {} if argument == "path" else {"path": tmp_path / str(at)}
@@ -436,7 +434,7 @@ def test_what_is_written_as_a_pack_is_of_the_right_kind(argument, tmp_path):
 
 
 @pytest.mark.parametrize("value", OF_ANOTHER_KIND, ids=lambda value: f"{value!r:.12}")
-def test_what_a_manager_is_given_is_of_the_right_kind(value, tmp_path):
+def test_wrong_types_raise_only_our_own_errors(value, tmp_path):
     pack = written(tmp_path / "pack")
     asked = (
         lambda: subset(pack, tmp_path / "part", value),

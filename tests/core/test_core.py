@@ -91,7 +91,7 @@ def test_kernel_equals_fp64_oracle(impl, hidden, dtype):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
 @pytest.mark.parametrize("hidden", [(), (7,), (16, 5)])
 @pytest.mark.parametrize("impl", IMPLS)
-def test_score_is_bitwise_the_same_whatever_else_is_scored(impl, hidden, dtype):
+def test_score_has_the_same_bits_whatever_else_is_scored(impl, hidden, dtype):
     weights = random_weights(19, 37, hidden, dtype)
     x = torch.randn(4, 37, generator=torch.Generator().manual_seed(2))
     rows, slots = torch.arange(4).repeat_interleave(19), torch.arange(19).repeat(4)
@@ -130,17 +130,17 @@ def prepared(impl, spec, n):
 @pytest.mark.parametrize("n", [1, FEW + 1])
 @pytest.mark.parametrize("norm", NORMS)
 @pytest.mark.parametrize("impl", IMPLS)
-def test_every_implementation_normalises_as_fp64_does(impl, norm, n):
+def test_every_implementation_normalises_as_fp64(impl, norm, n):
     x, values = prepared(impl, InputSpec("resid_post.0", norm, 1e-5), n)
     assert (values - normalised(x.double(), norm, 1e-5)).abs().max() < 1e-5
 
 
 @pytest.mark.parametrize("n", [1, FEW + 1])
 @pytest.mark.parametrize("impl", IMPLS)
-def test_a_norm_that_an_implementation_does_not_know_is_an_error(impl, n):
+def test_norm_unknown_to_an_implementation_is_an_error(impl, n):
     spec = InputSpec("resid_post.0")
     object.__setattr__(spec, "norm", "l2")  # as if it were in the list of norms already
-    with pytest.raises(ConfigError, match=r"\.py computes no norm 'l2', only none, layernorm, rmsnorm: use one of"):
+    with pytest.raises(ConfigError, match=r"\.py does not compute norm 'l2', only none, layernorm, rmsnorm: use one"):
         prepared(impl, spec, n)
 
 
@@ -215,7 +215,7 @@ def test_bad_hierarchy_is_named(ids, parents, message):
         ConceptTree.build(ids, parents)
 
 
-def test_arrays_whose_probes_are_not_after_their_parents_are_refused_and_a_cycle_is_named():
+def test_probes_numbered_before_their_parents_are_refused():
     """Whatever the levels say: a cycle among equal levels is one, too."""
     for level in ([0, 0, 0], [0, 1, 2], [2, 1, 0], [5, 5, 5]):
         with pytest.raises(HierarchyError, match=r"cycle through probes \[1, 2, 1\]"):
@@ -305,7 +305,7 @@ def test_missing_file_is_named(toy):
         ProbePack.open(toy.directory)
 
 
-def test_other_format_version_asks_for_an_upgrade(toy):
+def test_newer_format_version_is_refused(toy):
     edit_manifest(toy, format_version=99)
     with pytest.raises(PackVersionError, match="99"):
         ProbePack.open(toy.directory)
@@ -314,13 +314,13 @@ def test_other_format_version_asks_for_an_upgrade(toy):
 @pytest.mark.parametrize(
     "changes", [{"format": "zip"}, {"score_rule": "vote"}, {"inputs": [{"site": "x", "norm": "batch"}]}, {"host": 3}]
 )
-def test_manifest_that_is_not_ours_is_refused(toy, changes):
+def test_foreign_manifest_is_refused(toy, changes):
     edit_manifest(toy, **changes)
     with pytest.raises(PackError, match=next(iter(changes)).rstrip("s")):
         ProbePack.open(toy.directory)
 
 
-def test_manifest_that_reaches_outside_is_refused(toy):
+def test_manifest_with_a_path_outside_the_pack_is_refused(toy):
     files = toy.manifest["files"] | {"../x": {"sha256": "0", "size": 0}}
     edit_manifest(toy, files=files)
     with pytest.raises(PackCorrupt, match="outside"):
@@ -371,12 +371,12 @@ def test_unknown_setting_names_the_nearest():
 
 
 @pytest.mark.parametrize("path", SHIPPED)
-def test_shipped_pack_is_whole_and_replays(path):
+def test_shipped_pack_is_complete_and_replays(path):
     assert ProbePack.open(path, verify=True).verify() < 1e-5
 
 
 @pytest.mark.parametrize("path", SHIPPED)
-def test_shipped_quality_meets_its_bars(path):
+def test_shipped_packs_meet_their_quality_limits(path):
     pack = ProbePack.open(path)
     q = pack.manifest["quality"]
     assert pack.n_probes >= 250 and len(pack.manifest["counts_per_level"]) >= 4

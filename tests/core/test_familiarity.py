@@ -1,4 +1,4 @@
-"""What is unlike the states of the calibration is said, whoever scores it and in whatever company."""
+"""Hidden states unlike those of the calibration are reported, however and with whatever else they are scored."""
 
 import re
 from pathlib import Path
@@ -29,7 +29,7 @@ def states(n, seed, directions=5, width=24):
     return torch.randn(n, directions, generator=g) @ along + 0.1 * torch.randn(n, width, generator=g) + 2.0
 
 
-def test_residual_is_that_of_the_principal_components():
+def test_residual_equals_that_of_principal_components():
     fitted, held_out = states(2000, 2), states(1000, 3)
     familiar = Familiar.of(fitted, held_out, n_components=5)
     x = fitted.double().numpy()
@@ -46,7 +46,7 @@ def test_residual_is_that_of_the_principal_components():
     assert familiar.far(torch.full((1, 24), torch.nan)).tolist() == [0]
 
 
-def test_same_states_give_the_same_and_company_changes_nothing():
+def test_familiarity_is_reproducible_and_independent_of_the_batch():
     a, b = (Familiar.of(states(500, 2), states(300, 3)) for _ in range(2))
     assert torch.equal(a.basis, b.basis) and a.limit == b.limit and len(a.basis) == 12  # half of the width
     many, fast = states(400, 4), FarStates(a, torch.device("cpu"))
@@ -73,7 +73,7 @@ def test_too_few_states_are_refused(n, n_held_out, n_components, named):
         Familiar.of(states(n, 1), states(n_held_out, 2), n_components)
 
 
-def test_a_text_is_unlike_from_a_twentieth_of_its_tokens_on():
+def test_text_with_over_5_percent_unfamiliar_tokens_is_reported():
     assert unlike(5, 100) == "" and unlike(2, 10) == "" and unlike(0, 0) == ""
     assert unlike(6, 100).startswith("6 of 100 tokens (6%) are unlike the text that this pack was calibrated on")
 
@@ -95,7 +95,7 @@ def with_familiar(path, familiar, **spec):
     )
 
 
-def test_every_way_of_scoring_says_it_and_packs_keep_it(tmp_path):
+def test_every_way_of_scoring_reports_it_and_derived_packs_keep_it(tmp_path):
     fitted, held_out = states(500, 2), states(300, 3)
     normed = prepare_input(fitted, PACK.inputs[0], torch.float32)
     familiar = Familiar.of(normed, prepare_input(held_out, PACK.inputs[0], torch.float32), 5)
@@ -138,7 +138,7 @@ def test_every_way_of_scoring_says_it_and_packs_keep_it(tmp_path):
         lambda t: t.update({"familiar_mean@": t.pop("familiar_mean@0")}),
     ],
 )
-def test_broken_tensors_are_refused(change):
+def test_broken_familiarity_tensors_are_refused(change):
     tensors = familiar_tensors([Familiar.of(states(500, 2), states(300, 3)), None])
     known = familiar_of(tensors, tensors.__getitem__, 2, 24, "file")
     assert known[0].limit > 0 and known[1] is None
@@ -147,14 +147,14 @@ def test_broken_tensors_are_refused(change):
         familiar_of(tensors, tensors.__getitem__, 2, 24, "file")
 
 
-def test_what_is_of_another_width_is_not_written(tmp_path):
+def test_familiarity_of_another_width_is_not_written(tmp_path):
     familiar = Familiar.of(states(500, 2, width=16), states(300, 3, width=16))
     for wrong in ([familiar, None], [None], ["text", None]):
         with pytest.raises(PackError, match="familiar says something of"):
             with_familiar(tmp_path / "pack", wrong)
 
 
-def test_code_is_unlike_what_a_pack_without_code_was_calibrated_on(tmp_path):
+def test_code_is_unfamiliar_to_a_pack_calibrated_without_code(tmp_path):
     model, tokenizer = load_bundled(torch.float32)
     definitions = [concept["definition"] for concept in PACK.concepts]
     prose = [". ".join(definitions[i::14]) for i in range(14)]  # of some 400 tokens each, which begin once

@@ -1,4 +1,4 @@
-"""What is offered in the place of a name that a pack does not have."""
+"""Suggestions for a name that a pack does not have."""
 
 import re
 
@@ -43,7 +43,7 @@ NEAR = NearNames(CONCEPTS, lambda probe: PATHS[probe])
         ("zebra", []),
     ],
 )
-def test_meaning_is_read_from_names_synonyms_words_and_definitions_in_this_order(wanted, probes):
+def test_meaning_is_searched_in_names_synonyms_words_then_definitions(wanted, probes):
     assert NEAR.by_meaning(wanted) == probes
 
 
@@ -62,15 +62,15 @@ def test_meaning_is_read_from_names_synonyms_words_and_definitions_in_this_order
     ],
 )
 def test_suggestion_says_whether_meaning_or_spelling_is_near(wanted, end):
-    assert NEAR.suggestion(wanted) == (end or ": nothing near it is there, and probemon concepts shows all there are")
+    assert NEAR.suggestion(wanted) == (end or ": no concept has a similar name; probemon concepts lists all of them")
 
 
-def test_meaning_comes_first_and_the_same_spelling_is_named_beside_it():
+def test_nearest_meaning_comes_before_nearest_spelling():
     near = NearNames([*CONCEPTS, {"id": "injury", "name": "injury", "words": ["whole", "wale"]}], lambda probe: ["x"])
     assert near.suggestion("wale") == ": the nearest in meaning is 'injury' (x), and in spelling 'whale'"
 
 
-def test_finding_says_it_for_names_and_for_patterns():
+def test_find_suggests_for_names_and_patterns():
     names = Names("toy", CONCEPTS, lambda probe: PATHS[probe])
     with pytest.raises(UnknownConcept, match=r"^toy has no concept 'orca': the nearest in meaning is 'whale' \("):
         names.find("orca")
@@ -81,7 +81,7 @@ def test_finding_says_it_for_names_and_for_patterns():
 
 
 @pytest.mark.parametrize("n", [2, 5, 6])
-def test_a_name_that_is_several_but_for_brackets_lists_five_with_what_they_mean(n):
+def test_ambiguous_name_lists_five_concepts_with_their_meaning(n):
     concepts = [{"id": f"bank.{i}", "name": f"bank (n{i})", "definition": f"meaning {i}"} for i in range(n)]
     concepts[1] |= {"definition": 7}
     others = [{"id": "banks", "name": "banks (x)"}, {"id": "riverbank", "name": "bank of (a) river"}]
@@ -96,7 +96,7 @@ def test_a_name_that_is_several_but_for_brackets_lists_five_with_what_they_mean(
         Names("toy", concepts[:1], lambda probe: ["top"]).find("bank")
 
 
-def test_shipped_pack_and_a_group_lead_from_a_synonym_to_the_concept():
+def test_shipped_pack_and_group_suggest_the_concept_for_a_synonym():
     pack = ProbePack.open("probes/wordnet-smollm2-135m")
     with pytest.raises(UnknownConcept, match=r"the nearest in meaning is 'car' \(.* > vehicle > car\)$"):
         pack.find("automobiles")

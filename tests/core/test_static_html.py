@@ -1,4 +1,4 @@
-"""HTML for notebooks: whatever is put in comes out as text, and colours can be read on by light and by dark."""
+"""HTML for notebooks shows any text as text, in colours that are readable on light and dark pages."""
 
 import pytest
 from hypothesis import given, settings
@@ -19,27 +19,27 @@ TEXTS = st.text(CHARACTERS, max_size=60) | st.sampled_from([text for text in HOS
 
 @settings(max_examples=150, deadline=None)
 @given(TEXTS, TEXTS)
-def test_texts_and_attributes_come_out_as_they_went_in_but_harmless(text, title):
+def test_text_and_attributes_are_escaped_and_otherwise_unchanged(text, title):
     page = read(fragment("t", [template_environment().from_string(LINE).module.line(text, title)]))
     [(_, shown_title, bold)] = page.of("b")
     assert bold == harmless(text, keep="\n\t") and shown_title == harmless(title, keep="\n")
     assert page.of("p")[-1][2] == f"a{bold}{bold}c"
 
 
-def test_a_table_has_its_cells_in_their_columns():
+def test_table_has_its_cells_in_their_columns():
     page = read(fragment("t", [SHARED.table(["name", "n"], [["<b>", "1"], [["a", "b"], "2"]], [1])]))
     assert [(kinds, text) for kinds, _, text in page.of("td")] == [
         ([], "<b>"), (["number"], "1"), ([], "a › b"), (["number"], "2"),
     ]  # fmt: skip
 
 
-def test_long_names_and_long_paths_are_cut_and_say_so():
+def test_long_names_and_paths_are_shortened_visibly():
     assert clip("x" * 61, 60) == f"{'x' * 60}… (61 characters)" and clip("x" * 60, 60) == "x" * 60
     page = read(fragment("t", [SHARED.dim(SHARED.path([f"n{i}" for i in range(1000)]))]))
     assert page.of("p")[-1][2] == "n0 › n1 › n2 › n3 › … › n996 › n997 › n998 › n999"
 
 
-def test_no_page_is_larger_than_was_said_and_what_is_left_out_is_named():
+def test_page_size_is_bounded_and_omitted_parts_are_named():
     parts = [f"<p>{'x' * size}</p>" for size in (100_000, 250_000, 100_000, 300_000, 10)]
     html = fragment("title" * 1000, parts)
     page = read(html)
@@ -51,7 +51,7 @@ def test_no_page_is_larger_than_was_said_and_what_is_left_out_is_named():
     assert len(fragment("t", (f"<p>{'é' * 200_000}</p>" for _ in range(5000))).encode()) <= MAX_BYTES
 
 
-def test_roots_have_colours_of_their_own_until_none_is_left():
+def test_roots_have_distinct_colours_until_none_is_left():
     colours = Colours()
     kinds = [colours.of(f"root {i}", 0.1) for i in range(12)]
     assert kinds[:7] == [f"h{i}s0" for i in range(7)] and set(kinds[7:]) == {"h7s0"}
@@ -75,14 +75,14 @@ def contrast(one, other):
     [((0,) * 3, (255,) * 3), ((33,) * 3, (255,) * 3), ((225,) * 3, (17,) * 3), ((204,) * 3, (30,) * 3)],
     ids=["black on white", "grey on white", "light on black", "grey on dark grey"],
 )
-def test_text_on_every_colour_has_the_contrast_that_wcag_asks_for(hue, alpha, ink, paper):
+def test_text_on_every_colour_has_wcag_contrast(hue, alpha, ink, paper):
     mixed = [alpha * c + (1 - alpha) * p for c, p in zip(hue, paper, strict=True)]
     assert contrast(ink, mixed) >= 4.5
 
 
 @pytest.mark.parametrize("hue", HUES)
 @pytest.mark.parametrize("paper", [255, 30, 17], ids=["white", "dark grey", "near black"])
-def test_the_line_at_the_foot_of_a_token_has_the_contrast_that_wcag_asks_of_what_is_no_text(hue, paper):
+def test_underline_of_a_token_has_wcag_contrast(hue, paper):
     assert contrast(hue, (paper,) * 3) >= 3
     r, g, b = hue
     [(_, _, style)] = read(fragment("t", [])).of("style")

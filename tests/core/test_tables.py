@@ -1,4 +1,4 @@
-"""Sets of names are tables: a name that is added to a table alone is an error that says so, in all that uses it."""
+"""A name that is added to a table only is an error that says so, wherever the table is used."""
 
 import dataclasses
 import re
@@ -52,10 +52,10 @@ NORMALISERS = {
 
 
 @pytest.mark.parametrize("name", NORMALISERS)
-def test_a_norm_in_the_table_alone_is_computed_by_nobody(name, monkeypatch):
+def test_norm_added_only_to_the_table_is_refused(name, monkeypatch):
     monkeypatch.setattr(probes, "NORMS", (*NORMS, "l2"))
     spec = InputSpec("resid_post.0", "l2")  # which the table allows now
-    with pytest.raises(ConfigError, match="computes no norm 'l2'"):
+    with pytest.raises(ConfigError, match="does not compute norm 'l2'"):
         NORMALISERS[name](torch.ones(2, 3), spec, torch.float32)
 
 
@@ -69,7 +69,7 @@ class Unlike(aggregate._Stepped):
         return "unlike"
 
 
-def test_an_aggregator_in_the_table_alone_has_no_gradients(monkeypatch):
+def test_aggregator_added_only_to_the_table_has_no_gradients(monkeypatch):
     monkeypatch.setitem(AGGREGATORS, "unlike", AggregatorForm(Unlike))
     one = parse("unlike")
     assert isinstance(one, Unlike) and not is_known(one)
@@ -80,7 +80,7 @@ def test_an_aggregator_in_the_table_alone_has_no_gradients(monkeypatch):
 
 
 @pytest.mark.parametrize("name", AGGREGATORS)
-def test_every_aggregator_has_gradients_and_is_read_from_what_it_is_called(name):
+def test_every_aggregator_has_gradients_and_parses_from_its_name(name):
     form = AGGREGATORS[name]
     made = [one for one in (form.make and form.make(), form.example and parse(form.example)) if one]
     assert made and all(parse(str(one)) == one and is_known(one) for one in made)
@@ -93,7 +93,7 @@ def test_help_names_every_aggregator(command):
     assert not [form for form in aggregator_forms("none", "each") if form not in text]
 
 
-def test_the_schema_of_deployments_names_every_aggregator():
+def test_deployment_schema_names_every_aggregator():
     told = RuleSpec.schema()["properties"]["aggregate"]["description"]
     expected = [name for name, form in AGGREGATORS.items() if form.make and name not in ("none", "each")]
     expected += [form.example for form in AGGREGATORS.values() if not form.make]
@@ -114,14 +114,14 @@ RULED = {
 
 
 @pytest.mark.parametrize("user", RULED)
-def test_a_score_rule_in_the_table_alone_is_followed_by_nobody(user, monkeypatch):
+def test_score_rule_added_only_to_the_table_is_refused(user, monkeypatch):
     monkeypatch.setattr(score_rules, "SCORE_RULES", (*SCORE_RULES, "noisy-or"))
     with pytest.raises(ConfigError, match="score_rule 'noisy-or' is not computed"):
         RULED[user]("noisy-or")
 
 
 @pytest.mark.parametrize("rule", SCORE_RULES)
-def test_every_score_rule_is_computed_and_compared_in_one_place(rule):
+def test_score_rules_are_compared_in_one_place(rule):
     assert follows_path(rule) == (rule == "path")
     by_name = re.compile(rf'rule [!=]= "{rule}"')
     assert not [file for file in PACKAGE.rglob("*.py") if by_name.search(file.read_text(encoding="utf-8"))]
@@ -138,25 +138,25 @@ BY_DTYPE = {
 
 
 @pytest.mark.parametrize("user", BY_DTYPE)
-def test_a_format_of_weights_in_the_table_alone_is_taken_by_nobody(user, monkeypatch):
+def test_weight_format_added_only_to_the_table_is_refused(user, monkeypatch):
     monkeypatch.setitem(dtypes.WEIGHTS, "float8", UNKNOWN)
     with pytest.raises((ConfigError, KernelUnavailable), match="float8_e4m3fn"):
         BY_DTYPE[user](UNKNOWN)
 
 
 @pytest.mark.parametrize("name", WEIGHTS)
-def test_every_format_of_weights_has_a_code_and_a_rounding(name):
+def test_every_weight_format_has_a_code_and_a_rounding(name):
     dtype = WEIGHTS[name]
     assert CODES[code_of(dtype)] is dtype and str(dtype) == f"torch.{name}"
     assert input_dtype(dtype) is (torch.bfloat16 if name == "int8" else dtype)
 
 
-def test_tables_by_dtype_say_what_they_lack():
+def test_tables_by_dtype_name_what_they_lack():
     with pytest.raises(ConfigError, match=r"no rounding of inputs of torch.int8 is known, only of torch.float32"):
         of_dtype({torch.float32: 1}, torch.int8, "rounding of inputs")
 
 
-def test_the_option_names_every_format_of_a_model():
+def test_dtype_option_names_every_model_format():
     from probemon.cli.options import Dtype
     from probemon.host.loading import _DTYPES
 
@@ -194,7 +194,7 @@ WRITERS = {
 
 
 @pytest.mark.parametrize("writer", WRITERS)
-def test_a_column_means_the_same_in_every_file(writer, tmp_path):
+def test_column_has_the_same_type_in_every_file(writer, tmp_path):
     pa = pytest.importorskip("pyarrow")
     pytest.importorskip("pyarrow.parquet")
     shared = [field for field in WRITERS[writer](pa, tmp_path) if field.name in COLUMNS]
@@ -204,7 +204,7 @@ def test_a_column_means_the_same_in_every_file(writer, tmp_path):
     }
 
 
-def test_a_column_that_is_in_no_table_is_an_error(monkeypatch):
+def test_column_missing_from_the_table_is_an_error(monkeypatch):
     pa = pytest.importorskip("pyarrow")
     with pytest.raises(ConfigError, match="no shared column is called 'rank'"):
         arrow_fields(pa, "rank")

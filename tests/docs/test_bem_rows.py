@@ -1,4 +1,4 @@
-"""docs/bem-rows.md: every row of what was asked is there once, and what it names exists."""
+"""Every requested row is in docs/bem-rows.md once, and the files and tests it names exist."""
 
 import re
 from pathlib import Path
@@ -12,19 +12,19 @@ NAMED = sorted(set(re.findall(r"`((?:tests|scripts|docs)/[^`]*)`", PAGE)))
 STATES = {"works", "partly", "measured out", "not ours"}
 
 
-def test_every_row_is_there_once_and_has_a_state():
+def test_every_row_appears_once_and_has_a_state():
     assert re.findall(r"^\| (\d+) \|", PAGE, re.MULTILINE) == [str(i + 1) for i in range(48)]
     assert {state for _, state, _ in ROWS.values()} == STATES
 
 
-def test_what_is_said_to_work_names_a_test():
+def test_rows_stated_to_work_name_a_test():
     for number, (_, state, shown) in ROWS.items():
         assert state == "not ours" or "`tests/" in shown or "`scripts/" in shown or "`docs/" in shown
         assert state != "works" or "`tests/" in shown or number == 48, number
 
 
 @pytest.mark.parametrize("name", NAMED)
-def test_what_a_row_names_exists(name):
+def test_files_and_tests_named_by_a_row_exist(name):
     file, _, test = name.partition("::")
     assert (ROOT / file).is_file()
     assert not test or re.search(rf"^def {test}\(", (ROOT / file).read_text(encoding="utf-8"), re.MULTILINE)

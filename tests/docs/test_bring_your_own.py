@@ -1,6 +1,4 @@
-"""The page on bringing one's own probes tells the truth: every example runs, in its order, on files as the other
-projects write them.
-"""
+"""Every example of the importer page runs, in order, on files as other projects write them."""
 
 import json
 import re
@@ -21,7 +19,8 @@ from probemon.cli import app as cli
 from probemon.host.model import find_layers
 
 ROOT = Path(__file__).parents[2]
-PAGE = (ROOT / "docs/bring-your-own-probes.md").read_text(encoding="utf-8")
+TEXT = (ROOT / "docs/importers.md").read_text(encoding="utf-8")
+PAGE, _ = TEXT.split("\n## HatCat details\n")  # run by tests/lab/importers/test_hatcat_users.py
 
 
 @pytest.fixture(scope="module")
@@ -142,7 +141,7 @@ def test_every_importer_has_its_command_and_its_section():
     }
     for section in re.findall(r"\]\(#([\w-]+)\)", PAGE):
         assert any(
-            re.sub(r"[^\w]+", "-", line[3:].lower()) == section for line in PAGE.splitlines() if line.startswith("## ")
+            re.sub(r"[^\w]+", "-", line[3:].lower()) == section for line in TEXT.splitlines() if line.startswith("## ")
         ), section
 
 
@@ -164,7 +163,7 @@ def test_every_importer_has_its_command_and_its_section():
         (["hallucination", "hallucination-head", "p"], "Missing option '--normalize'"),
         (["hatcat", "lens_packs/mine", "p", "--site", "resid_post.1"], "Missing option '--normalize'"),
         (["steerkit", "steerkit-probes", "p"], "Missing option '--scale'"),
-        (["saelens", "sae", "p", "--features", "3-x"], "'3-x' is no number and no range"),
+        (["saelens", "sae", "p", "--features", "3-x"], "'3-x' is neither a number nor a range"),
         (["saelens", "sae", "p", "--features", "3,99"], "no feature 99"),
         (["saelens", "sae", "p", "--features", "3-999999999"], "no feature 9: the SAE has features 0 to 8"),
         (["saelens", "sae", "p", "--features", "1,7-3"], "'7-3' is backwards"),
@@ -192,7 +191,7 @@ def test_help_names_every_kind_of_site(monkeypatch, capsys, command):
     assert all(site in out for site in ("resid_post.N", "attn_out.N", "mlp_out.N"))
 
 
-def test_a_mistake_in_a_command_points_to_its_own_help(place, monkeypatch, capsys):
+def test_command_error_points_to_its_own_help(place, monkeypatch, capsys):
     monkeypatch.chdir(place)
     code, _, error = run(monkeypatch, capsys, "import", "hatcat", "lens_packs/mine", "p", "--site", "resid_post.1")
     assert code == 2 and error == "probemon: Missing option '--normalize'. (see probemon import hatcat --help)\n"
@@ -200,18 +199,18 @@ def test_a_mistake_in_a_command_points_to_its_own_help(place, monkeypatch, capsy
     assert error.endswith("(see probemon import --help)\n") and error.count("\n") == 1
 
 
-def test_the_bare_command_prints_its_help_as_it_is(monkeypatch, capsys):
+def test_bare_command_prints_its_help(monkeypatch, capsys):
     _, asked, _ = run(monkeypatch, capsys, "import", "--help")
     code, out, error = run(monkeypatch, capsys, "import")
     assert code == 0 and not error and out.strip() == asked.strip() and out.count("\n") > 10 and "saelens" in out
 
 
-def test_inspect_says_what_is_known_of_the_host_and_no_more(place, monkeypatch, capsys):
+def test_inspect_shows_only_known_model_details(place, monkeypatch, capsys):
     monkeypatch.chdir(place)
     for line in COMMANDS[:2]:
         run(monkeypatch, capsys, *shlex.split(line)[1:], "--overwrite")
     _, out, _ = run(monkeypatch, capsys, "inspect", "packs/probelab")
-    assert "for a host that is not stated (hidden size 12), read at resid_post.15" in out and "None" not in out
+    assert "for a model that is not stated (hidden size 12), read at resid_post.15" in out and "None" not in out
     code, _, error = run(monkeypatch, capsys, "inspect", "packs/probelab/manifest.json")
     assert (
         code == 2
@@ -219,12 +218,12 @@ def test_inspect_says_what_is_known_of_the_host_and_no_more(place, monkeypatch, 
     )
 
 
-def test_the_page_states_the_bounds_that_are_kept():
+def test_page_states_the_enforced_size_limits():
     from probemon.lab.importers import flat, foreign_files, weights
 
     bounds = [
         line
-        for line in PAGE.split("## What is read at most")[1].splitlines()
+        for line in PAGE.split("## Size limits")[1].splitlines()
         if line.startswith("| a ") or line.startswith("| the ")
     ]
     stated = [re.search(r"\| (\d+) ([GM])iB", line) for line in bounds]
@@ -242,7 +241,7 @@ NO_EMBEDDINGS = {"Mamba": "mamba", "Mamba-2": "mamba2", "Falcon-Mamba": "falcon_
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2", *NO_EMBEDDINGS.values()])
-def test_which_of_the_hidden_states_is_a_sites(kind):
+def test_page_states_which_hidden_state_belongs_to_a_site(kind):
     """As the page says: one further than the block, but for hosts that list no embeddings; the last is a norm's."""
     settings = {
         "llama": {"intermediate_size": 24, "num_attention_heads": 2},
@@ -261,4 +260,4 @@ def test_which_of_the_hidden_states_is_a_sites(kind):
         assert same == ([i + first] if i + first < len(states) - 1 else []), (kind, i)
     said = " ".join(PAGE.split())
     assert "The last one of most decoders is taken after the final norm" in said
-    assert all(name in said.split("Two kinds of `hidden_states` are others.")[1] for name in NO_EMBEDDINGS)
+    assert all(name in said.split("Two kinds of `hidden_states` differ.")[1] for name in NO_EMBEDDINGS)

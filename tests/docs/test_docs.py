@@ -1,4 +1,4 @@
-"""The documents tell the truth: their tables are those of the result files, the tree is the tree."""
+"""Tables and trees in the documents equal the result files and the repository."""
 
 import json
 import re
@@ -17,7 +17,7 @@ def result(name):
     return json.loads((ROOT / "docs/benchmarks" / name).read_text())
 
 
-def test_tables_of_the_pages_are_those_of_the_result_files():
+def test_tables_of_the_pages_equal_the_result_files():
     command = [sys.executable, "scripts/benchmarks/figures.py", "--check"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, f"{done.stdout}{done.stderr}\nscripts/benchmarks/figures.py renews the tables"
@@ -26,7 +26,7 @@ def test_tables_of_the_pages_are_those_of_the_result_files():
     assert marks == 2 * pairs > 60
 
 
-def test_a_table_that_differs_is_renewed():
+def test_outdated_table_is_rewritten():
     import figures
 
     page = "\n".join(["before", "", *figures.block("settings.json", "settings"), "", "after"])
@@ -65,13 +65,13 @@ def test_every_mutation_of_attribution_is_caught():
     assert found["n_caught"] == found["n_mutations"] >= 30
 
 
-def test_every_mutation_finds_its_line():
+def test_every_mutation_matches_one_source_line():
     """Else the script that breaks attribution on purpose ends before it has shown anything."""
     for file, before, after, what in MUTATIONS:
         assert (ROOT / "probemon" / file).read_text().count(before) == 1 and before != after, (file, what)
 
 
-def test_tree_in_the_architecture_is_the_tree():
+def test_tree_in_the_architecture_page_is_the_real_tree():
     text = (ROOT / "docs/architecture.md").read_text()
     named, folders = set[str](), list[str]()
     for line in text.split("## The tree")[1].split("```")[1].splitlines()[1:]:
@@ -86,7 +86,7 @@ def test_tree_in_the_architecture_is_the_tree():
     assert named == there
 
 
-def test_tests_that_a_decision_names_exist():
+def test_tests_named_by_a_decision_exist():
     tests = "".join(file.read_text(encoding="utf-8") for file in (ROOT / "tests").rglob("*.py"))
     decisions = [*(ROOT / "docs/decisions").glob("*.md")]
     assert len(decisions) > 10

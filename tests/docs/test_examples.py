@@ -1,10 +1,11 @@
-"""The notebooks of examples/ run from a fresh start and print what is committed; what they show is static HTML."""
+"""The notebooks of examples/ run from a fresh start and print their committed output."""
 
 from pathlib import Path
 
 import nbformat
 import pytest
 
+from page_output import alike
 from probemon import ProbePack
 from run_examples import EXAMPLES, executed
 from static_page import read
@@ -21,7 +22,7 @@ def outputs_of(notebook):
     """By cell, what it printed, and the kinds of what it shows."""
     return [
         [
-            (output.output_type, output.text if output.output_type == "stream" else sorted(output.data))
+            (output.output_type, output.text if output.output_type == "stream" else str(sorted(output.data)))
             for output in cell.outputs
         ]
         for cell in code_of(notebook)
@@ -43,18 +44,14 @@ def committed(request):
     return request.param.stem, nbformat.read(request.param, as_version=4)
 
 
-def test_a_notebook_runs_and_prints_what_is_committed(committed, tmp_path, monkeypatch):
+def test_notebook_runs_and_prints_the_committed_output(committed, tmp_path, monkeypatch):
     name, notebook = committed
     (tmp_path / "probes").symlink_to(ROOT / "probes")
     (tmp_path / "examples").mkdir()
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))
     fresh, updates = executed(notebook, tmp_path / "examples")  # raises what a cell raises: their asserts, too
-    if fresh.metadata["arithmetic"] == notebook.metadata["arithmetic"]:  # else the demo model writes other words
-        assert outputs_of(fresh) == outputs_of(notebook)
-    assert [[kind for kind, _ in cell] for cell in outputs_of(fresh)] == [
-        [kind for kind, _ in cell] for cell in outputs_of(notebook)
-    ]
+    assert alike(repr(outputs_of(fresh)), repr(outputs_of(notebook))), outputs_of(fresh)
     assert len(pages_of(fresh)) == len(pages_of(notebook))
     if name == "watch":
         live = [read(data["text/html"]) for data in updates]
@@ -66,7 +63,7 @@ def test_a_notebook_runs_and_prints_what_is_committed(committed, tmp_path, monke
         assert updates[-1]["text/plain"].startswith("Result(") and live[-1].text == pages_of(fresh)[-1].text
 
 
-def test_what_is_committed_was_run_in_order_and_tells_nothing_of_the_machine(committed):
+def test_committed_notebooks_ran_in_order_and_hide_the_machine(committed):
     _, notebook = committed
     assert [cell.execution_count for cell in code_of(notebook)] == list(range(1, len(code_of(notebook)) + 1))
     text = nbformat.writes(notebook)
@@ -74,5 +71,18 @@ def test_what_is_committed_was_run_in_order_and_tells_nothing_of_the_machine(com
     assert any("assert" in cell.source for cell in code_of(notebook))
 
 
-def test_there_are_examples_of_watching_of_rules_and_of_a_corpus():
+def test_examples_cover_watching_rules_and_a_corpus():
     assert [path.stem for path in NOTEBOOKS] == ["corpus", "rules", "watch"]
+
+
+def test_outputs_are_alike_up_to_the_last_digit_of_a_fraction():
+    shown = "whale +0.8 (92% right)"
+    assert alike(shown, "whale +0.9 (93% right)") and alike("5 evaluated a token", "6 evaluated a token")
+    for other in (
+        "whale +1.0 (92% right)",
+        "seal +0.8 (92% right)",
+        "whale +0.8 (92 right)",
+        "whale +0.80 (92% right)",
+    ):
+        assert not alike(shown, other), other
+    assert not alike("24 tokens", "25 tokens")

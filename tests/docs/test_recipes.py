@@ -1,4 +1,4 @@
-"""Recipes for what may be added are true: followed to the letter, they work, and the files and names in them exist."""
+"""Recipes for extensions work as written, and the files and names in them exist."""
 
 import hashlib
 import inspect
@@ -25,7 +25,7 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "probemon"
 CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
 ARCHITECTURE = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")
-TABLE = ARCHITECTURE.split("## Where to add what")[1].split("## What can change a score")[0]
+TABLE = ARCHITECTURE.split("## Extension points")[1].split("## Inputs of a score")[0]
 ADDED = {
     **dict(
         re.findall(r"^- \*\*(.+?)\*\*(.+?)(?=^- \*\*|\Z)", CONTRIBUTING.split("## How to add")[1], flags=re.M | re.S)
@@ -96,7 +96,7 @@ def test_a_sink_written_as_the_recipe_says_receives_every_token(pack, our_sink, 
     check_calls(calls, ids)
 
 
-def test_a_deployment_file_asks_for_a_sink_where_the_recipe_says(tmp_path, monkeypatch, our_sink, calls):
+def test_sink_can_be_requested_in_a_deployment_file(tmp_path, monkeypatch, our_sink, calls):
     model = make_model()
     make_pack(tmp_path / "pack", model)
     manifest = tmp_path / "pack/manifest.json"
@@ -134,7 +134,7 @@ def test_a_deployment_file_asks_for_a_sink_where_the_recipe_says(tmp_path, monke
     check_calls(calls, ids)
 
 
-def test_the_recipe_for_a_sink_names_every_door():
+def test_sink_recipe_names_every_place_that_makes_sinks():
     doors = files_with(r"\b(JsonLinesSink|ParquetSink)\(") - {"monitor/delivery.py", "monitor/followers.py"}  # examples
     assert {"cli/watch/rules.py", "ops/deployment/deployment.py"} <= doors <= named_by("sink")
     assert "`probemon/__init__.py`" in ADDED["sink"]
@@ -185,7 +185,7 @@ class States(Follower):
 
 
 @pytest.mark.parametrize("impl", [impl for impl in IMPLS if impl != "triton"])
-def test_a_norm_that_follows_the_recipe_is_computed_for_every_token(tmp_path, l2, impl):
+def test_norm_written_by_the_recipe_is_computed_for_every_token(tmp_path, l2, impl):
     model, heard = make_model(), States()
     pack = make_pack(tmp_path / "l2", model, inputs=[{"site": "resid_post.1", "norm": "l2"}])
     plain = make_pack(tmp_path / "none", model, inputs=[{"site": "resid_post.1", "norm": "none"}])
@@ -210,7 +210,7 @@ def each_of(scores):
     ]
 
 
-def test_the_norm_needs_triton_too(l2, monkeypatch):
+def test_norm_recipe_is_complete_only_with_triton(l2, monkeypatch):
     """No row is enough to see that it takes the norm; rows would need a GPU."""
     triton_pairs = pytest.importorskip("probemon.engine.kernels.triton_pairs")
     edit(monkeypatch, triton_pairs.normalise_triton, ('"rmsnorm")', '"rmsnorm", "l2")'))
@@ -219,7 +219,7 @@ def test_the_norm_needs_triton_too(l2, monkeypatch):
 
 
 @pytest.mark.parametrize("recipe", ["A norm of inputs", "norm of inputs"])
-def test_the_recipe_for_a_norm_names_every_file_that_computes_norms(recipe):
+def test_norm_recipe_names_every_file_that_computes_norms(recipe):
     computes = files_with(" check_norm\\(")
     assert "engine/kernels/numba_inputs.py" in computes and computes < named_by(recipe)
 
@@ -256,7 +256,7 @@ def least(monkeypatch):
 
 
 @pytest.mark.parametrize("written", ["least", Least()])
-def test_an_aggregator_that_follows_the_recipe_is_asked_by_rules_and_results(pack, least, written):
+def test_aggregator_written_by_the_recipe_works_in_rules_and_results(pack, least, written):
     model, events = make_model(), []
     with DynamicProbeManager(pack).attach(model) as run:
         run.on("c1", above=0.0, aggregate=written, action=events.append)
@@ -267,7 +267,7 @@ def test_an_aggregator_that_follows_the_recipe_is_asked_by_rules_and_results(pac
     assert [event.column for event in events] == [4] and single.min() > 0  # met once: it was never at 0 again
 
 
-def test_an_aggregator_that_follows_the_recipe_is_trained_with(least):
+def test_aggregator_written_by_the_recipe_works_in_training(least):
     scores, length = torch.rand(3, 7, 2, dtype=torch.float64), torch.tensor([7, 1, 5])
     assert watched_loss.is_known(parse("least"))
     highest = watched_loss.highest_of(parse("least"), scores, length)
@@ -275,7 +275,7 @@ def test_an_aggregator_that_follows_the_recipe_is_trained_with(least):
     assert np.allclose(highest.numpy(), expected)
 
 
-def test_the_recipe_for_an_aggregator_names_every_file_that_lists_them():
+def test_aggregator_recipe_names_every_file_that_lists_them():
     lists = files_with(r"rolling_max|RollingMax")
     assert lists - {"__init__.py"} == named_by("aggregator") - {"probemon/__init__.py"}
     assert "`probemon/__init__.py`" in ADDED["aggregator"]

@@ -1,6 +1,4 @@
-"""The page on editing and sharing packs tells the truth: its examples run, in their order, against a stand-in of the
-hub.
-"""
+"""Every example of the sharing page runs, in order, against a local stand-in of the hub."""
 
 import json
 import re
@@ -15,11 +13,11 @@ from probemon import ProbePack
 from probemon.cli.app import main
 
 ROOT = Path(__file__).parents[2]
-PAGE = (ROOT / "docs/sharing.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs/packs.md").read_text(encoding="utf-8")
 
 
 @pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")
-def test_every_example_runs_and_makes_what_the_page_says(tmp_path, monkeypatch, capsys):
+def test_every_example_runs_with_the_stated_result(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "probes").symlink_to(ROOT / "probes")
     for name, value in (
@@ -39,7 +37,7 @@ def test_every_example_runs_and_makes_what_the_page_says(tmp_path, monkeypatch, 
             f'from_pretrained("org/name", cache_dir={str(tmp_path / "cache")!r}',
             code,
         )
-        exec(compile(code, "sharing.md", "exec"), names)
+        exec(compile(code, "packs.md", "exec"), names)
     huggingface_hub.close_session()
     vehicles, both, mine = (
         ProbePack.open(tmp_path / "packs" / name, verify=True) for name in ("vehicles", "both", "mine")
@@ -73,7 +71,7 @@ def test_every_example_runs_and_makes_what_the_page_says(tmp_path, monkeypatch, 
         ["hierarchy", "probes/wordnet-smollm2-135m", "TREE.json", "--out", "OUT"],
     ],
 )
-def test_commands_do_or_refuse_in_one_line(tmp_path, monkeypatch, capsys, arguments):
+def test_commands_succeed_or_fail_in_one_line(tmp_path, monkeypatch, capsys, arguments):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "probes").symlink_to(ROOT / "probes")
     (tmp_path / "FILE.json").write_text(json.dumps({"vehicle": "things that go"}))

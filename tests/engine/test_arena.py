@@ -1,4 +1,4 @@
-"""One contract for both arenas, and promise 3: no arena, cache or load order changes a score."""
+"""Both arenas keep one contract, and promise 3: no arena, cache or load order changes a score."""
 
 import random
 import re
@@ -56,7 +56,7 @@ def test_random_traffic_shows_the_right_weights(arena):
         arena.check_integrity()
 
 
-def test_counts_add_up(arena):
+def test_hits_and_misses_add_up(arena):
     rng, asked = random.Random(2), 0
     for _ in range(8):
         probes = rng.sample(range(PACK.n_probes), k=9)
@@ -70,7 +70,7 @@ def test_counts_add_up(arena):
 
 
 @pytest.mark.parametrize("n_slots", [3, 8])
-def test_pinned_probes_stay_whatever_comes(n_slots):
+def test_pinned_probes_stay_resident(n_slots):
     arena, rng = paged(n_slots), random.Random(3)
     arena.pin([5, 200])
     for _ in range(10):
@@ -89,7 +89,7 @@ def test_pinned_probes_stay_whatever_comes(n_slots):
     assert arena.stats().n_pinned == 0
 
 
-def test_least_recently_used_goes_first():
+def test_least_recently_used_probe_is_evicted_first():
     arena = paged(3)
     fetch(arena, [1, 2, 3])
     fetch(arena, [1])
@@ -101,7 +101,7 @@ def test_least_recently_used_goes_first():
     assert arena.stats().misses == before + 1
 
 
-def test_what_is_held_is_used_before_it_is_evicted():
+def test_resident_probes_are_used_before_they_are_evicted():
     arena = paged(4)
     fetch(arena, [10, 11, 12, 13])
     before = arena.stats().misses
@@ -109,7 +109,7 @@ def test_what_is_held_is_used_before_it_is_evicted():
     assert arena.stats().misses == before + 3
 
 
-def test_everything_pinned_is_said_not_evicted():
+def test_fully_pinned_arena_raises_arena_full():
     arena = paged(2)
     arena.pin([0, 1])
     with pytest.raises(ArenaFull, match="2 slots, all pinned, none for 1 more"):
@@ -165,7 +165,7 @@ def run(manager, hidden):
 @pytest.mark.parametrize(
     "settings", [{}, {"max_loaded_probes": 24}, {"load_threshold": 0.02, "keep_top_k": 5, "max_rounds": 1}], ids=str
 )
-def test_no_arena_cache_or_load_order_changes_an_answer(pack, settings):
+def test_no_arena_cache_or_load_order_changes_a_score(pack, settings):
     hidden = pack.golden_hidden[:, 0]
     one = -(-pack.weight_bytes() // pack.n_probes)
     resident = DynamicProbeManager(pack, strategy="descent", **settings)
@@ -181,7 +181,7 @@ def test_no_arena_cache_or_load_order_changes_an_answer(pack, settings):
             manager.arena.check_integrity()
 
 
-def test_arena_too_small_says_how_much_it_needs():
+def test_too_small_arena_says_how_much_it_needs():
     n_always = int(DynamicProbeManager(PACK, strategy="descent").plan.always.sum())
     with pytest.raises(ConfigError, match=f"give at least {(n_always + 1) * ONE}"):
         DynamicProbeManager(PACK, arena_bytes=(n_always + 1) * ONE - 1)
@@ -191,7 +191,7 @@ def test_arena_too_small_says_how_much_it_needs():
         DynamicProbeManager(PACK, strategy="fast")
 
 
-def test_choice_is_measured_and_said():
+def test_strategy_choice_is_measured_and_explained():
     strategy = DynamicProbeManager(PACK).strategy
     assert strategy.step in ("descent", "exhaustive") and strategy.batch in ("descent", "exhaustive")
     assert "golden states" in strategy.why and re.search(
@@ -203,7 +203,7 @@ def test_choice_is_measured_and_said():
 @pytest.mark.parametrize("rule", ["path", "independent"])
 @pytest.mark.parametrize("sites", [("resid_post.1",), ("resid_post.0", "resid_post.2")], ids=len)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_random_dags_give_one_answer_however_they_are_held(model, tmp_path, rule, sites, dtype):
+def test_random_dags_score_the_same_in_every_arena(model, tmp_path, rule, sites, dtype):
     for seed in range(3):
         pack = make_pack(
             tmp_path / str(seed), model, rule=rule, sites=sites, seed=seed, dtype=dtype, mixed_levels=seed == 2
@@ -231,7 +231,7 @@ def test_random_dags_give_one_answer_however_they_are_held(model, tmp_path, rule
                 manager.arena.check_integrity()
 
 
-def test_threads_sharing_a_paged_arena_get_their_own_answers():
+def test_threads_sharing_a_paged_arena_get_their_own_scores():
     hidden = PACK.golden_hidden[:, 0]
     expected = run(DynamicProbeManager(PACK, strategy="descent"), hidden)
     manager = DynamicProbeManager(PACK, arena_bytes=40 * ONE, cache_bytes=10 * ONE)

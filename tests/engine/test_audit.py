@@ -1,4 +1,4 @@
-"""An audit counts what every probe would have said, on a sample of tokens that nothing they hold has a part in."""
+"""An audit scores every probe on a sample of tokens that is independent of what the tokens contain."""
 
 import numpy as np
 import pytest
@@ -29,7 +29,7 @@ def missed(scores, everything, alert):
     return len([p for p in best if p not in active]), len(firing), len([p for p in firing if p not in active])
 
 
-def test_counts_are_those_of_plain_python(model, independent):
+def test_audit_counts_equal_plain_python(model, independent):
     manager = DynamicProbeManager(independent, load_threshold=0.6, audit_rate=1.0, impl="cpu", max_loaded_probes=20)
     tokenizer, alert = make_tokenizer(), independent.alert_threshold.tolist()
     n_missed = n_firing = 0
@@ -62,7 +62,7 @@ def test_counts_are_those_of_plain_python(model, independent):
 
 
 @pytest.mark.parametrize("strategy", ["descent", "exhaustive"])
-def test_online_is_audited_as_offline_and_changes_no_score(model, independent, strategy):
+def test_audit_online_equals_offline_and_changes_no_score(model, independent, strategy):
     """Prompt and generated tokens; the retained sets of the generated ones have a part in what is found."""
     ids = torch.tensor([[1, 7, 9, 13, 20, 4, 6]])
     found = []
@@ -96,7 +96,7 @@ def test_online_is_audited_as_offline_and_changes_no_score(model, independent, s
     )
 
 
-def test_an_exact_descent_misses_nothing_and_says_how_sure_that_is(model, pack):
+def test_exact_descent_misses_nothing_and_the_audit_gives_its_interval(model, pack):
     manager = DynamicProbeManager(pack, load_threshold="exact", audit_rate=1.0, impl="cpu")
     audits = [
         Audit.of(s.scores.coverage)
@@ -108,7 +108,7 @@ def test_an_exact_descent_misses_nothing_and_says_how_sure_that_is(model, pack):
     assert Audit.of_totals(whole.as_dict()) == whole
 
 
-def test_samples_are_random_by_place_and_the_same_every_time():
+def test_audit_samples_are_random_by_position_and_reproducible():
     rows, columns = np.repeat(np.arange(40), 1000), np.tile(np.arange(1000), 40)
     for rate in (0.01, 0.3, 0.9):
         chosen = sample(rate, 3, rows, columns)
@@ -125,7 +125,7 @@ def test_samples_are_random_by_place_and_the_same_every_time():
     assert sample(0.0, rows) is None and sample(1.0, rows).all()
 
 
-def test_the_interval_covers_the_whole_however_small_the_sample(model, independent):
+def test_audit_interval_covers_the_true_value_for_small_samples(model, independent):
     """Two hundred audits of the same tokens, by other draws: the mean over all is inside the interval at least as often
     as is said.
     """
@@ -143,7 +143,7 @@ def test_the_interval_covers_the_whole_however_small_the_sample(model, independe
     assert inside >= 190 and abs(np.mean(means) - share.mean()) < 4 * np.std(means) / 200**0.5
 
 
-def test_runs_audit_places_of_their_own(model, independent):
+def test_each_run_audits_different_positions(model, independent):
     """Else the same few columns of every request would be all that is ever looked at."""
     manager, ids = (
         DynamicProbeManager(independent, load_threshold=0.6, audit_rate=0.3, impl="cpu"),
@@ -164,12 +164,12 @@ def test_runs_audit_places_of_their_own(model, independent):
 
 
 @pytest.mark.parametrize("rate", [-0.1, 1.5, True, "all", float("nan")])
-def test_a_rate_that_is_none_is_refused(pack, rate):
+def test_invalid_audit_rate_is_refused(pack, rate):
     with pytest.raises(ConfigError, match="audit_rate is"):
         DynamicProbeManager(pack, audit_rate=rate)
 
 
-def test_states_of_nothing_are_not_audited(pack):
+def test_hidden_states_without_a_position_are_not_audited(pack):
     manager = DynamicProbeManager(pack, audit_rate=1.0, impl="cpu")
     _, scores = manager.step(None, torch.randn(3, HIDDEN))
     assert Audit.of(scores.coverage).n_tokens == 0  # a state without a place is not drawn: score_all is there for it

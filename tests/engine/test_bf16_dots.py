@@ -1,4 +1,4 @@
-"""Dots of bf16 have the same bits by the processor's own instruction and without it, whatever the states hold."""
+"""bf16 dot products have the same bits with and without the processor's bf16 instruction."""
 
 import os
 import subprocess
@@ -41,7 +41,7 @@ def logits():
     return np.stack(found)
 
 
-def test_bits_are_those_of_a_processor_without_the_instruction(tmp_path):
+def test_bf16_dots_equal_those_without_the_instruction(tmp_path):
     file = tmp_path / "logits.npy"
     subprocess.run(
         [sys.executable, __file__, str(file)],

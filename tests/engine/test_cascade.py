@@ -1,4 +1,4 @@
-"""The cascade against a plain-Python oracle: dicts and a loop, one state, one probe at a time."""
+"""The cascade against a plain-Python oracle: dicts and a loop, one hidden state, one probe at a time."""
 
 import numpy as np
 import pytest
@@ -137,7 +137,7 @@ def test_exact_finds_every_firing_probe(case):
     assert np.array_equal(everything > alert, step.active & (step.scores > alert))
 
 
-def test_exact_is_refused_on_independent_scores_and_without_thresholds():
+def test_exact_is_refused_for_independent_scores_and_without_thresholds():
     _, tree = ConceptTree.build(["a"], [[]])
     nan = np.array([np.nan], dtype=np.float32)
     with pytest.raises(ConfigError, match="path rule"):
@@ -146,7 +146,7 @@ def test_exact_is_refused_on_independent_scores_and_without_thresholds():
         expand_thresholds(tree, "path", "exact", nan, nan, None)
 
 
-def test_base_over_max_loaded_probes_is_refused():
+def test_base_layers_over_max_loaded_probes_are_refused():
     _, tree = ConceptTree.build(["a", "b"], [[], []])
     with pytest.raises(ConfigError, match="are 2, max_loaded_probes is 1"):
         CascadePlan.of(tree, "path", CascadeConfig(max_loaded_probes=1), np.zeros(2, np.float32), [])

@@ -1,6 +1,4 @@
-"""Compiled scoring and descent on a CPU: the sets, scores and ties of the cascade that the oracle proves, bit
-for bit.
-"""
+"""Compiled CPU scoring and descent equal the cascade that the oracle proves, bit for bit."""
 
 import gc
 
@@ -29,7 +27,7 @@ numba_cpu = pytest.importorskip("probemon.engine.kernels.numba_cpu")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8], ids=str)
 @pytest.mark.parametrize("d", [1, 15, 16, 70, 576])
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-def test_scores_are_the_same_in_every_tile_and_right(shape, d, dtype):
+def test_scores_are_right_and_equal_in_every_tile(shape, d, dtype):
     net, n = weights(shape, d, dtype), 39  # tiles of 4 x 4 with a rest, of 1 x 4 with a rest, and single ones
     x = torch.randn(n, d, generator=torch.Generator().manual_seed(1)).to(input_dtype(dtype))
     rows, slots = torch.arange(n).repeat_interleave(11), torch.arange(11).repeat(n)
@@ -51,7 +49,7 @@ def test_scores_are_the_same_in_every_tile_and_right(shape, d, dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8], ids=str)
-def test_views_that_are_kept_are_those_of_the_weights_as_they_are_now(dtype):
+def test_cached_weight_views_follow_changes_of_the_weights(dtype):
     net, x = weights(SHAPES["two layers"], 24, dtype), torch.randn(3, 24).to(input_dtype(dtype))  # square first layers
     rows, slots = torch.arange(3).repeat(11), torch.arange(11).repeat_interleave(3)
 
@@ -86,7 +84,7 @@ def test_views_that_are_kept_are_those_of_the_weights_as_they_are_now(dtype):
 
 @settings(max_examples=150, deadline=None)
 @given(cases())
-def test_compiled_descent_is_that_of_the_cascade(case):
+def test_compiled_descent_equals_the_cascade(case):
     """Scores with many ties: a linear probe's weight is its logit for each of the one-hot states."""
     tree, path, alert, config, always_on, first, second, part = case
     plan = plan_of(tree, path, alert, config, always_on, watched_probes(tree, *part))
@@ -129,7 +127,7 @@ def random_tree(sizes, seed):
 
 @pytest.mark.parametrize("path", [True, False], ids=["path", "independent"])
 @pytest.mark.parametrize("most, top", [(60, 15), (100_000, 25)])
-def test_among_thousands_of_probes_it_is_that_of_the_cascade(path, most, top):
+def test_compiled_descent_over_thousands_of_probes_equals_the_cascade(path, most, top):
     """Few of many are active, so lists are sorted where all of a few would be walked; arrays are used again, for one
     state and for several.
     """
@@ -166,7 +164,7 @@ def test_among_thousands_of_probes_it_is_that_of_the_cascade(path, most, top):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8], ids=str)
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 @pytest.mark.parametrize("bad", [float("inf"), float("nan")])
-def test_damaged_weights_are_noticed_when_first_used(shape, dtype, strategy, bad, tmp_path):
+def test_damaged_weights_are_detected_when_first_used(shape, dtype, strategy, bad, tmp_path):
     concepts = [{"id": f"c{i}", "name": f"c{i}", "parents": ["c0"] if i else []} for i in range(3)]
     for name, tensor in weights(shape, 20, dtype, n=3).items():
         if not tensor.dtype.is_floating_point:  # whole numbers are always finite
@@ -194,14 +192,14 @@ def test_damaged_weights_are_noticed_when_first_used(shape, dtype, strategy, bad
             assert not manager.arena.checked[2]
 
 
-def test_kernel_is_chosen_by_the_device_and_said(pack):
+def test_kernel_is_chosen_by_device_and_the_reason_given(pack):
     chosen = DynamicProbeManager(pack)
     assert (chosen.impl, chosen.impl_why) == ("numba", "the weights are on a CPU")
     asked = DynamicProbeManager(pack, impl="cpu")
     assert asked.impl == "cpu" and asked.impl_why == "as asked"
 
 
-def test_a_descent_that_ends_by_an_error_leaves_nothing_to_the_next(pack, monkeypatch):
+def test_failed_descent_leaves_nothing_to_the_next(pack, monkeypatch):
     manager, hidden = DynamicProbeManager(pack, impl="numba", strategy="descent"), torch.randn(2, 16)
     _, expected = manager.step(None, hidden)
     real = compiled.descend
@@ -220,7 +218,7 @@ def test_a_descent_that_ends_by_an_error_leaves_nothing_to_the_next(pack, monkey
 
 
 @pytest.mark.parametrize("strategy", ["descent", "exhaustive"])
-def test_slots_read_by_compiled_code_are_counted(pack, strategy):
+def test_slots_read_by_compiled_code_are_counted_as_hits(pack, strategy):
     manager = DynamicProbeManager(pack, impl="numba", strategy=strategy)
     before = manager.arena.stats().hits
     scores = manager.score_tokens(torch.randn(5, pack.architecture.hidden_size), prompt_len=2)
@@ -228,7 +226,7 @@ def test_slots_read_by_compiled_code_are_counted(pack, strategy):
 
 
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)], ids=str)
-def test_a_parent_that_is_no_number_makes_no_number(order):
+def test_nan_score_of_a_parent_makes_its_children_nan(order):
     """Whatever its place among the parents: the largest of a NaN and a number is a NaN."""
     tree = ConceptTree([0, 1, 2, 2], [2, 2], [0, 0, 1])
     w1 = torch.zeros(3, 1, 16)

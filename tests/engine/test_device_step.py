@@ -1,6 +1,4 @@
-"""Steps on a device, in Triton's interpreter: what they leave there, what they are given, and that the host model is
-not waited for.
-"""
+"""Steps on a device, in Triton's interpreter: results, transfers, and that the model is not waited for."""
 
 import numpy as np
 import pytest
@@ -55,7 +53,7 @@ ONE, TWO = ("resid_post.1",), ("resid_post.0", "resid_post.2")
     ],
     ids=str,
 )
-def test_steps_are_those_of_the_host_and_retained_sets_stay_on_the_device(model, tmp_path, sites, settings):
+def test_device_steps_equal_cpu_steps_and_keep_retained_sets_on_the_device(model, tmp_path, sites, settings):
     mixed = len(sites) == 2 and "max_loaded_probes" not in settings
     pack = make_pack(tmp_path / "pack", model, sites=sites, n=12, mixed_levels=mixed)
     mine, theirs = managers(pack, **settings)
@@ -73,7 +71,7 @@ def test_steps_are_those_of_the_host_and_retained_sets_stay_on_the_device(model,
         assert mine.engine.on_device.n_overflowed == 0 and steps_of(mine).n_uploaded == 0
 
 
-def test_other_retained_sets_are_uploaded_and_rows_not_finite_keep_theirs(pack):
+def test_changed_retained_sets_are_uploaded_and_nonfinite_rows_keep_theirs(pack):
     mine, theirs = managers(pack, keep_top_k=2)
     hidden = torch.randn(4, 2, HIDDEN, generator=torch.Generator().manual_seed(1))
     hidden[2, 1, 3] = float("nan")
@@ -96,13 +94,13 @@ def test_other_retained_sets_are_uploaded_and_rows_not_finite_keep_theirs(pack):
 @pytest.mark.filterwarnings(
     "ignore:overflow encountered:RuntimeWarning", "ignore:invalid value encountered:RuntimeWarning"
 )
-def test_states_too_large_to_be_squared_are_unseen_not_zeros(pack):
+def test_hidden_states_too_large_to_square_are_unseen(pack):
     for manager in managers(pack):
         _, scores = manager.step(None, torch.full((1, HIDDEN), 1e25))
         assert scores.coverage.unseen == ("hidden state is finite, but not once normalised and rounded to float32",)
 
 
-def test_a_watched_generation_is_scored_beside_the_host_and_read_after_its_forward(model, pack, monkeypatch):
+def test_device_scores_are_read_after_the_models_forward(model, pack, monkeypatch):
     """The results of a step are waited for once the decoder is through, and before anything of the next forward."""
     mine, theirs = managers(pack)
     log, real = [], PendingResults.wait
@@ -138,7 +136,7 @@ def test_a_watched_generation_is_scored_beside_the_host_and_read_after_its_forwa
     close(result.scores, other.scores)
 
 
-def test_a_stop_on_the_device_is_at_the_token_it_was_on_the_host(pack):
+def test_device_stop_is_at_the_same_token_as_on_the_cpu(pack):
     stopped = []
     for manager in managers(pack):
         model = make_model()
@@ -148,7 +146,7 @@ def test_a_stop_on_the_device_is_at_the_token_it_was_on_the_host(pack):
     assert stopped[0] == stopped[1] and len(stopped[0][0]) < PROMPT.shape[1] + 5
 
 
-def test_inference_mode_leaves_nothing_that_cannot_be_written(pack):
+def test_inference_mode_leaves_writable_tensors(pack):
     mine, theirs = managers(pack)
     hidden = torch.randn(3, 1, HIDDEN, generator=torch.Generator().manual_seed(4))
     state, expected = None, None
@@ -159,7 +157,7 @@ def test_inference_mode_leaves_nothing_that_cannot_be_written(pack):
         close(scores, there)
 
 
-def test_two_steps_under_way_at_once_have_their_own_results(pack):
+def test_two_steps_in_progress_have_separate_results(pack):
     mine, _ = managers(pack)
     hidden = torch.randn(2, 1, HIDDEN, generator=torch.Generator().manual_seed(3))
     none = np.zeros((1, pack.n_probes), bool)

@@ -1,6 +1,4 @@
-"""States and weights near the end of fp32: a score that is no number is none, and all ways of evaluating agree on where
-that is.
-"""
+"""Near the limits of fp32 a NaN score counts as no score, and every implementation agrees on when."""
 
 from itertools import pairwise
 
@@ -64,7 +62,7 @@ def managers(pack, triton=True, **settings):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8], ids=str)
-def test_sums_that_overflow_make_no_score(tmp_path, dtype):
+def test_overflowing_sums_give_no_score(tmp_path, dtype):
     """inf - inf in one order of adding up is a number in another; the state is unseen in all, and keeps what it
     retained.
     """
@@ -93,7 +91,7 @@ def test_sums_that_overflow_make_no_score(tmp_path, dtype):
         ), name
 
 
-def test_only_an_active_probe_without_a_score_hides_a_state(tmp_path):
+def test_only_an_active_probe_without_a_score_makes_a_state_unseen(tmp_path):
     """What is not reached has not been asked, whether it was evaluated or not."""
     w1 = torch.tensor([[[1.0, 0, 0]], [[0, 3e38, 3e38]]])
     pack = write(tmp_path / "pack", {"w1": w1, "b1": torch.zeros(2, 1)}, parents=[[], [0]])
@@ -105,7 +103,7 @@ def test_only_an_active_probe_without_a_score_hides_a_state(tmp_path):
 
 
 @pytest.mark.parametrize("norm", [norm for norm in NORMS if norm != "none"])
-def test_a_state_that_cannot_be_normalised_is_not_said_to_be_infinite(tmp_path, norm):
+def test_state_that_cannot_be_normalised_is_not_called_infinite(tmp_path, norm):
     weights = {"w1": torch.eye(D)[:, None].clone(), "b1": torch.zeros(D, 1)}
     tiny = torch.tensor([1.0, -2, 4])
     states = torch.stack(
@@ -123,7 +121,7 @@ def test_a_state_that_cannot_be_normalised_is_not_said_to_be_infinite(tmp_path, 
             assert np.abs(document.active_scores(t) - exact[t].numpy()).max() < 1e-6, name
 
 
-def test_what_overflows_in_rounding_says_so(tmp_path):
+def test_overflow_in_rounding_is_named_as_the_reason(tmp_path):
     weights = {"w1": torch.eye(D)[:, None].to(torch.float16), "b1": torch.zeros(D, 1)}
     states = torch.tensor([[1e5, 0, 1], [6e4, 0, 1], [float("-inf"), 0, 1]])
     for name, manager in managers(write(tmp_path / "half", weights)):
@@ -174,7 +172,7 @@ def fp64(net, x):
 @pytest.mark.parametrize("rule", ["independent", "path"])
 @pytest.mark.parametrize("hidden", [(), (4,), (4, 2)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.int8], ids=str)
-def test_all_agree_on_extreme_packs_and_what_is_seen_is_right(tmp_path, dtype, hidden, rule):
+def test_implementations_agree_on_extreme_packs_and_seen_scores_are_right(tmp_path, dtype, hidden, rule):
     rng = np.random.default_rng([len(str(dtype)), len(hidden), len(rule)])
     n, n_seen, n_unseen = 7, 0, 0
     for trial in range(4 if hidden else 2):
@@ -221,7 +219,7 @@ def test_all_agree_on_extreme_packs_and_what_is_seen_is_right(tmp_path, dtype, h
     + [(impl, torch.float16, 7e4) for impl in ("reference", "cpu")],
 )
 @pytest.mark.parametrize("scale", [1e-4, 1e-3, 1e-2])
-def test_limits_beyond_fp32_are_limits(scale, impl, dtype, large, strategy, tmp_path):
+def test_overflow_limits_beyond_fp32_are_respected(scale, impl, dtype, large, strategy, tmp_path):
     """Weights so small that their limit is no fp32 number: what overflowed when it was rounded is unseen all
     the same.
     """

@@ -1,6 +1,4 @@
-"""On a real GPU (`pytest -m gpu`, or scripts/benchmarks/gpu_check.sh): the kernels, and the whole engine against the
-CPU's.
-"""
+"""On a real GPU (`pytest -m gpu`): the kernels, and the whole engine compared with the CPU's."""
 
 import os
 
@@ -35,7 +33,7 @@ def on_gpu(net):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8], ids=str)
 @pytest.mark.parametrize("d, n", SIZES)
 @pytest.mark.parametrize("shape", [*SHAPES.values(), (128, 64)], ids=str)
-def test_scores_are_right_and_bitwise_the_same_whatever_else_is_scored(shape, d, n, dtype, monkeypatch):
+def test_gpu_scores_are_right_and_independent_of_the_batch(shape, d, n, dtype, monkeypatch):
     net = weights(shape, d, dtype)
     x = torch.randn(n, d, generator=torch.Generator().manual_seed(1)).to(input_dtype(dtype))
     monkeypatch.setattr(triton_pairs, "MANY", 11 * n)  # all of them in groups that share weights, fewer of them alone
@@ -61,7 +59,7 @@ def test_scores_are_right_and_bitwise_the_same_whatever_else_is_scored(shape, d,
 @pytest.mark.parametrize("n", [1, 70])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8], ids=str)
 @pytest.mark.parametrize("shape", [*SHAPES.values(), (128, 64)], ids=str)
-def test_what_overflows_is_no_number_where_it_is_none_of_the_reference(shape, dtype, n):
+def test_gpu_scores_are_nan_exactly_when_the_reference_is(shape, dtype, n):
     """One value of a state is so large that its products overflow, or one of its sums does."""
     net, d = on_gpu(weights(shape, 64, dtype)), 64
     x = torch.zeros(n, d, dtype=input_dtype(dtype), device="cuda")
@@ -75,7 +73,7 @@ def test_what_overflows_is_no_number_where_it_is_none_of_the_reference(shape, dt
 
 @pytest.mark.parametrize("rule", ["independent", "path"])
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-def test_softmax_groups_on_a_gpu_are_those_of_the_cpu(tmp_path, shape, rule):
+def test_gpu_softmax_groups_equal_those_of_the_cpu(tmp_path, shape, rule):
     pack = grouped_packs.write(tmp_path / "pack", shape, torch.bfloat16, rule)
     settings = {"strategy": "descent", "load_threshold": 0.2, "keep_top_k": 3}
     here, there = (DynamicProbeManager(pack, device=device, **settings) for device in ("cpu", "cuda"))
@@ -93,7 +91,7 @@ def test_softmax_groups_on_a_gpu_are_those_of_the_cpu(tmp_path, shape, rule):
             assert np.array_equal(theirs.active_scores(row), everything[row, theirs.active(row)])  # bit for bit
 
 
-def test_a_manager_on_a_gpu_gives_the_sets_of_the_cpu(pack):
+def test_gpu_manager_gives_the_sets_of_the_cpu(pack):
     generator = torch.Generator().manual_seed(0)
     states = torch.randn(40, pack.architecture.hidden_size, generator=generator)
     here, there = (
@@ -107,7 +105,7 @@ def test_a_manager_on_a_gpu_gives_the_sets_of_the_cpu(pack):
     assert steps.n_captured == 1 and steps.n_uploaded <= 1 and there.engine.on_device.n_overflowed == 0
 
 
-def test_an_eager_host_is_watched_beside_itself(tmp_path):
+def test_eager_model_on_a_gpu_scores_as_on_the_cpu(tmp_path):
     model = make_model(seed=3).cuda()
     manager = DynamicProbeManager(make_pack(tmp_path / "pack", model), device="cuda", strategy="descent")
     prompt = torch.tensor([[1, 5, 9, 13, 7], [1, 6, 8, 3, 11]], device="cuda")
@@ -126,7 +124,7 @@ def test_an_eager_host_is_watched_beside_itself(tmp_path):
             )
 
 
-def test_paging_on_a_gpu_changes_no_answer(pack):
+def test_gpu_paging_changes_no_score(pack):
     one, states = (
         -(-pack.weight_bytes() // pack.n_probes),
         torch.randn(30, pack.architecture.hidden_size, generator=torch.Generator().manual_seed(0)),
@@ -152,7 +150,7 @@ def test_paging_on_a_gpu_changes_no_answer(pack):
 
 @pytest.mark.parametrize("norm", NORMS)
 @pytest.mark.parametrize("d", [576, 4096])
-def test_a_row_is_normalised_alike_in_every_batch(d, norm):
+def test_gpu_normalisation_of_a_row_does_not_depend_on_its_batch(d, norm):
     x = torch.randn(65, d, device="cuda", dtype=torch.bfloat16, generator=torch.Generator(device="cuda").manual_seed(0))
     whole = triton_pairs.normalise_triton(x, norm, 1e-6, torch.float32)
     for i in (0, 31, 64):
@@ -162,7 +160,7 @@ def test_a_row_is_normalised_alike_in_every_batch(d, norm):
 
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-def test_a_step_has_the_bits_of_a_prompt_and_of_everything(shape, tmp_path):
+def test_gpu_step_prompt_and_exhaustive_scores_have_the_same_bits(shape, tmp_path):
     """One token's score is the same from the captured descent, the level by level one of many rows, and the exhaustive
     one.
     """
@@ -181,7 +179,7 @@ def test_a_step_has_the_bits_of_a_prompt_and_of_everything(shape, tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore:TensorFloat32")
-def test_a_host_whose_decode_is_a_captured_graph_keeps_it_and_is_seen(tmp_path):
+def test_model_with_a_captured_decode_graph_keeps_it_and_is_seen(tmp_path):
     """Static cache, generate's own compilation in the mode that captures: no capture is given up because of us, and
     scores are right.
     """

@@ -1,6 +1,4 @@
-"""Hidden states that are not what a pack reads are refused by name, wherever they are taken, and no kernel reads
-outside of what it is given.
-"""
+"""Unsuitable hidden states are refused by name everywhere, and no kernel reads out of bounds."""
 
 import numpy as np
 import pytest
@@ -15,7 +13,7 @@ from probemon.core.probes import NORMS, InputSpec
 from probemon.core.reference import score_reference
 from probemon.engine.kernels import score_probes
 from probemon.engine.kernels.cpu import score_cpu
-from probemon.errors import ConfigError, NotSupportedHost
+from probemon.errors import ConfigError, UnsupportedModel
 from probemon.lab.corpora.corpus import CorpusScorer, score_documents
 from probemon.lab.corpora.documents import Document
 from probemon.lab.corpora.windows import Reading, shards
@@ -45,7 +43,7 @@ NO_TENSOR = {
 
 @pytest.mark.parametrize("impl", IMPLS)
 @pytest.mark.parametrize("what", [*BAD, *NO_TENSOR])
-def test_a_manager_refuses_states_that_it_cannot_score(pack, two_sites, what, impl):
+def test_manager_refuses_hidden_states_that_it_cannot_score(pack, two_sites, what, impl):
     hidden, words = (BAD | NO_TENSOR)[what]
     for one, given in ((pack, hidden), (two_sites, {"resid_post.2": STATES, "resid_post.0": hidden})):
         manager = DynamicProbeManager(one, impl=impl, strategy="descent")
@@ -54,7 +52,7 @@ def test_a_manager_refuses_states_that_it_cannot_score(pack, two_sites, what, im
                 call(*before, given)
 
 
-def test_sites_of_different_lengths_and_states_of_others_are_named(two_sites):
+def test_sites_of_different_lengths_and_foreign_states_are_named(two_sites):
     manager = DynamicProbeManager(two_sites)
     with pytest.raises(ConfigError, match=r"different lengths \{'resid_post.2': 4, 'resid_post.0': 3\}"):
         manager.score_tokens({"resid_post.2": STATES, "resid_post.0": STATES[:3]})
@@ -78,7 +76,7 @@ def launchers():
 
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-def test_every_launcher_refuses_what_it_would_read_outside_of(shape):
+def test_kernel_launchers_refuse_out_of_range_inputs(shape):
     net, rows, slots = weights(shape, HIDDEN, torch.float32), torch.tensor([0, 1, 3]), torch.tensor([10, 0, 4])
     for name, score in launchers():
         assert score(STATES, net, rows, slots).shape == (3,)
@@ -103,7 +101,7 @@ def test_every_launcher_refuses_what_it_would_read_outside_of(shape):
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 @pytest.mark.parametrize("shares", [False, True])
-def test_a_pair_out_of_range_is_skipped_by_the_kernel_itself(shape, shares):
+def test_kernel_skips_a_pair_out_of_range(shape, shares):
     """On a GPU the numbers are not looked at beforehand."""
     from probemon.engine.kernels import triton_pairs
 
@@ -117,7 +115,7 @@ def test_a_pair_out_of_range_is_skipped_by_the_kernel_itself(shape, shares):
     assert torch.equal(out[sound], triton_pairs.score_triton(STATES, net, rows[sound], slots[sound]))
 
 
-def test_descents_refuse_what_they_would_read_outside_of(pack, two_sites):
+def test_descents_refuse_out_of_range_inputs(pack, two_sites):
     from probemon.engine.kernels.triton_cascade import DeviceCascade
     from probemon.engine.kernels.triton_pairs import normalise_triton
 
@@ -201,7 +199,7 @@ class Other(torch.nn.Module):
     ids=["narrow", "wide", "streams", "one token", "complex"],
 )
 @pytest.mark.parametrize("impl", ["cpu", "numba"])
-def test_a_corpus_is_not_scored_by_a_site_of_another_shape(tmp_path, change, words, impl):
+def test_corpus_states_of_another_shape_are_refused(tmp_path, change, words, impl):
     model = make_model()
     pack = make_pack(tmp_path / "pack", model, sites=("mlp_out.1",), n=6)
     block = model.model.layers[1].mlp
@@ -212,9 +210,9 @@ def test_a_corpus_is_not_scored_by_a_site_of_another_shape(tmp_path, change, wor
     ]  # the host itself goes on with what it had
     manager = DynamicProbeManager(pack, impl=impl)
     documents = [Document(0, "a", "ab", "", {}), Document(1, "b", "abcd", "", {})]
-    with pytest.warns(UserWarning), pytest.raises(NotSupportedHost, match=words):
+    with pytest.warns(UserWarning), pytest.raises(UnsupportedModel, match=words):
         list(score_documents(manager, model, make_tokenizer(), documents))
-    with pytest.warns(UserWarning), pytest.raises(NotSupportedHost, match=words):
+    with pytest.warns(UserWarning), pytest.raises(UnsupportedModel, match=words):
         list(CorpusScorer(manager, model, make_tokenizer(), Reading()).reader.states(shards(documents)))
 
 
@@ -237,7 +235,7 @@ def check_few(numba_inputs, hidden, spec, dtype, values):
 @pytest.mark.parametrize("norm", NORMS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("of", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_compiled_code_prepares_inputs_to_the_last_bit(norm, dtype, of):
+def test_compiled_input_preparation_equals_the_reference_bit_for_bit(norm, dtype, of):
     numba_inputs = pytest.importorskip("probemon.engine.kernels.numba_inputs")
     generator = torch.Generator().manual_seed(0)
     for n, d in [(1, 1), (1, 7), (1, 576), (3, 64), (40, 130), (0, 8)]:

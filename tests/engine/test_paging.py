@@ -1,6 +1,4 @@
-"""Paging in the background and by records: prefetching changes no answer, late mode counts what it leaves out, copies
-are few.
-"""
+"""Background paging and records: prefetching changes no score, and late mode counts what it leaves out."""
 
 import threading
 import time
@@ -24,7 +22,7 @@ STATES = PACK.golden_hidden[:, 0]
 BUSY = int((PACK.golden_scores > 0.3).sum(1).argmax())  # the state that opens most of the tree
 
 
-def test_a_record_holds_every_tensor_of_its_probe_and_stacks():
+def test_record_holds_every_tensor_of_its_probe_and_stacks():
     for weights in (PACK.weights, quantize_weights({name: w[:5].clone() for name, w in PACK.weights.items()})):
         layout = Layout.of(weights)
         memory = torch.zeros(3, layout.n_bytes, dtype=torch.uint8)
@@ -37,7 +35,7 @@ def test_a_record_holds_every_tensor_of_its_probe_and_stacks():
         )
 
 
-def test_a_slab_gives_runs_and_takes_rows_back_when_they_are_gone():
+def test_slab_gives_contiguous_runs_and_reuses_released_rows():
     slab = Slab(Layout.of(PACK.weights), 10, register=False)
     first, second = slab.take(4), slab.take(3)
     assert slab.n_free == 3 and runs_of(first) == [(0, 4)]
@@ -80,7 +78,7 @@ def test_staged_uploads_show_the_right_weights(n_registered):
 
 
 @pytest.mark.parametrize("upload", [Direct, lambda weights: Staged(weights, 5)], ids=["direct", "staged"])
-def test_an_arena_made_in_inference_mode_is_filled_outside_of_it(upload):
+def test_arena_made_in_inference_mode_can_be_filled_outside_it(upload):
     with torch.inference_mode():
         arena = PagedArena(
             ProbeStore(PackSource(PACK), max_bytes=0), like=PACK.weights, n_slots=4, device=CPU, upload=upload
@@ -90,7 +88,7 @@ def test_an_arena_made_in_inference_mode_is_filled_outside_of_it(upload):
     arena.check_integrity()
 
 
-def test_a_failed_upload_costs_no_slot():
+def test_failed_upload_costs_no_slot():
     arena, upload, _ = staged(4, 0)
     real, arena._upload = arena._upload, lambda states, slots: 1 / 0
     for _ in range(3):
@@ -102,7 +100,7 @@ def test_a_failed_upload_costs_no_slot():
     arena.check_integrity()
 
 
-def test_siblings_are_one_copy():
+def test_siblings_are_uploaded_in_one_copy():
     arena, upload, _ = staged(40, 60)
     fetch(arena, range(100, 105))
     assert upload.n_copies == 1
@@ -116,7 +114,7 @@ def settled(manager):
 
 
 @pytest.mark.parametrize("n_slots", [17, 60, 200])
-def test_prefetching_changes_no_answer_and_saves_misses(n_slots):
+def test_prefetching_changes_no_score_and_saves_misses(n_slots):
     settings = {"keep_top_k": 0, "load_threshold": 0.3, "max_rounds": 1}
     plain, ahead = (
         DynamicProbeManager(PACK, arena_bytes=n_slots * ONE, prefetch=margin, **settings) for margin in (0.0, 0.3)
@@ -136,7 +134,7 @@ def test_prefetching_changes_no_answer_and_saves_misses(n_slots):
         assert ahead.arena.stats().misses < plain.arena.stats().misses
 
 
-def test_what_is_only_foreseen_takes_no_slot_that_is_used():
+def test_prefetched_probes_take_no_slot_in_use():
     arena, _, _ = staged(10, 0)
     fetch(arena, range(8))
     arena.fetch([50, 51, 52, 53], prefetched=True)
@@ -156,7 +154,7 @@ def exact_of(manager, hidden):
     return DynamicProbeManager(manager.pack, strategy="descent", load_threshold=0.3).step(None, hidden)[1]
 
 
-def test_late_mode_counts_what_was_not_there_and_finds_it_later():
+def test_late_mode_counts_missing_probes_and_finds_them_later():
     manager = DynamicProbeManager(PACK, arena_bytes=200 * ONE, late=True, load_threshold=0.3)
     hidden = STATES[BUSY : BUSY + 1]
     expected = exact_of(manager, hidden)
@@ -180,7 +178,7 @@ def test_late_mode_counts_what_was_not_there_and_finds_it_later():
 
 
 @pytest.mark.parametrize("rule", ["path", "independent"])
-def test_late_mode_on_random_dags_never_gives_a_wrong_score(model, tmp_path, rule):
+def test_late_mode_never_gives_a_wrong_score_on_random_dags(model, tmp_path, rule):
     pack = make_pack(tmp_path / "pack", model, rule=rule)
     manager = DynamicProbeManager(
         pack, arena_bytes=17 * -(-pack.weight_bytes() // pack.n_probes), late=True, load_threshold=0.2
@@ -200,13 +198,13 @@ def test_late_mode_on_random_dags_never_gives_a_wrong_score(model, tmp_path, rul
     manager.arena.check_integrity()
 
 
-def test_a_prompt_is_waited_for_in_late_mode():
+def test_prompt_is_waited_for_in_late_mode():
     manager = DynamicProbeManager(PACK, arena_bytes=200 * ONE, late=True, load_threshold=0.3)
     expected = DynamicProbeManager(PACK, strategy="descent", load_threshold=0.3).score_tokens(STATES)
     assert same(manager.score_tokens(STATES), expected)
 
 
-def test_what_goes_wrong_in_the_background_is_raised_at_the_next_step():
+def test_background_error_is_raised_at_the_next_step():
     class Source(PackSource):
         def load(self, probes):
             if threading.current_thread() is not threading.main_thread():
@@ -221,7 +219,7 @@ def test_what_goes_wrong_in_the_background_is_raised_at_the_next_step():
         manager.step(None, STATES[BUSY : BUSY + 1])
 
 
-def test_a_fetcher_takes_what_is_asked_meanwhile_in_one_go():
+def test_fetcher_batches_requests_that_arrive_meanwhile():
     asked, begin, go_on = [], threading.Event(), threading.Event()
 
     def slow(probes):
@@ -250,6 +248,6 @@ def test_a_fetcher_takes_what_is_asked_meanwhile_in_one_go():
         ({"late": 1, "arena_bytes": 40 * ONE}, "late is 1"),
     ],
 )
-def test_settings_of_paging_that_mean_nothing_are_refused(settings, message):
+def test_invalid_paging_settings_are_refused(settings, message):
     with pytest.raises(ConfigError, match=message):
         DynamicProbeManager(PACK, **settings)

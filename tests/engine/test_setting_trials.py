@@ -1,4 +1,4 @@
-"""What settings cost and find is what descents under them evaluate and show, and nothing else."""
+"""The measured cost and recall of settings equal those of descents under them."""
 
 import math
 
@@ -14,7 +14,7 @@ from probemon.errors import ConfigError
 STATES = {"resid_post.1": torch.randn(30, HIDDEN, generator=torch.Generator().manual_seed(3))}
 
 
-def test_trials_say_what_a_descent_under_each_setting_evaluates_and_finds(pack):
+def test_trials_report_what_a_descent_evaluates_and_finds(pack):
     trials = try_settings(pack, STATES)
     assert [trial.changes for trial in trials] == list(VARIATIONS)
     alert = pack.alert_threshold.numpy()
@@ -30,7 +30,7 @@ def test_trials_say_what_a_descent_under_each_setting_evaluates_and_finds(pack):
     assert by["{'strategy': 'exhaustive'}"].n_evaluated == pack.n_probes
 
 
-def test_what_a_pack_refuses_is_left_out_and_settings_of_all_are_not(model, tmp_path):
+def test_settings_that_a_pack_refuses_are_left_out_of_trials(model, tmp_path):
     free = make_pack(tmp_path / "free", model, rule="independent")
     changes = [trial.changes for trial in try_settings(free, STATES)]
     assert {"load_threshold": "exact"} not in changes and len(changes) == len(VARIATIONS) - 1
@@ -40,6 +40,6 @@ def test_what_a_pack_refuses_is_left_out_and_settings_of_all_are_not(model, tmp_
         try_settings(free, STATES, keep_top_k=-1)
 
 
-def test_where_nothing_fires_nothing_is_said_to_be_found(model, tmp_path):
+def test_trials_without_firing_concepts_report_nan_recall(model, tmp_path):
     silent = make_pack(tmp_path / "silent", model, alert_threshold=torch.full((40,), 1.0))
     assert all(math.isnan(trial.found) for trial in try_settings(silent, STATES))

@@ -1,4 +1,4 @@
-"""Several packs in one manager: each gives what it gives alone, bit for bit, and the work is shared."""
+"""Several packs in one manager score as each does alone, bit for bit, and share the work."""
 
 import json
 import os
@@ -21,7 +21,7 @@ from probemon.core.scores import COUNTS
 from probemon.engine import pairs as scoring
 from probemon.engine.choice import Trial
 from probemon.engine.memory.arena import PagedArena
-from probemon.errors import ArenaFull, ConfigError, HostMismatch, UnknownConcept, UnknownSetting
+from probemon.errors import ArenaFull, ConfigError, ModelMismatch, UnknownConcept, UnknownSetting
 from probemon.lab.corpora.analysis_folder import Analysis
 from probemon.lab.corpora.analyze import analyze
 from probemon.lab.corpora.windows import Reading, Window
@@ -147,7 +147,7 @@ CASES = [(impl, torch.float32, settings) for impl in ("reference", "numba") for 
 
 
 @pytest.mark.parametrize("impl, dtype, settings", CASES, ids=str)
-def test_each_pack_gives_what_it_gives_alone(packs, impl, dtype, settings):
+def test_each_pack_scores_as_it_does_alone(packs, impl, dtype, settings):
     chosen, more = packs(dtype), SETTINGS[settings]
     strategy = "exhaustive" if settings == "pruned" else "descent"
     together = DynamicProbeManager(chosen, impl=impl, strategy=strategy, **more)
@@ -157,7 +157,7 @@ def test_each_pack_gives_what_it_gives_alone(packs, impl, dtype, settings):
 
 
 @pytest.mark.parametrize("names, strategy", [("ae", "descent"), ("be", "descent"), ("cd", "exhaustive")])
-def test_in_tritons_interpreter_each_gives_what_it_gives_alone(packs, names, strategy):
+def test_packs_in_tritons_interpreter_score_as_alone(packs, names, strategy):
     chosen = packs(names=names, n=6)
     together, *alone = (
         DynamicProbeManager(pack, impl="triton", strategy=strategy, keep_top_k=2) for pack in (chosen, *chosen)
@@ -179,7 +179,7 @@ def test_in_tritons_interpreter_each_gives_what_it_gives_alone(packs, names, str
 
 @pytest.mark.parametrize("impl", ["cpu", "numba"])
 @pytest.mark.parametrize("share", [0.45, 0.8])
-def test_paged_packs_give_what_they_give_alone_within_the_bytes_of_all(packs, impl, share):
+def test_paged_packs_score_as_alone_within_the_shared_bytes(packs, impl, share):
     chosen = packs()
     total = sum(pack.weight_bytes() for pack in chosen)
     together = DynamicProbeManager(chosen, impl=impl, arena_bytes=int(total * share), cache_bytes=3000, prefetch=0.2)
@@ -193,7 +193,7 @@ def test_paged_packs_give_what_they_give_alone_within_the_bytes_of_all(packs, im
     assert together.arena.stats().misses > 0 and together.arena.stats().evictions > 0
 
 
-def test_strategies_may_differ_by_pack_and_are_told_in_words_that_can_be_given_again(packs, monkeypatch):
+def test_packs_may_have_different_strategies_that_can_be_given_again(packs, monkeypatch):
     chosen = packs(names="abd")
     monkeypatch.setattr(
         Trial,
@@ -214,7 +214,7 @@ def test_strategies_may_differ_by_pack_and_are_told_in_words_that_can_be_given_a
         DynamicProbeManager(chosen, strategy="descent+exhaustive")
 
 
-def test_weights_that_come_late_are_counted_and_then_all_is_as_alone(packs):
+def test_late_weights_are_counted_and_then_scores_are_as_alone(packs):
     chosen = packs(names="ace")
     total = sum(pack.weight_bytes() for pack in chosen)
     together = DynamicProbeManager(chosen, impl="cpu", arena_bytes=int(total * 0.9), late=True)
@@ -235,7 +235,7 @@ def test_weights_that_come_late_are_counted_and_then_all_is_as_alone(packs):
     assert together.engine.background_errors() == []
 
 
-def test_a_state_that_one_pack_cannot_read_is_unseen_and_changes_nothing(packs):
+def test_state_unreadable_for_one_pack_is_unseen_for_all(packs):
     chosen = packs(names="ab")
     for impl in ("cpu", "numba"):
         together = DynamicProbeManager(chosen, impl=impl, strategy="descent")
@@ -275,7 +275,7 @@ def counted(monkeypatch, manager, act):
 
 
 @pytest.mark.parametrize("case", ["paged", "triton"])
-def test_one_call_an_architecture_and_round(packs, monkeypatch, case):
+def test_one_kernel_call_per_architecture_and_round(packs, monkeypatch, case):
     """As many as the pack of that architecture that goes deepest needs alone; for all probes at once, one."""
     names = "abcde" if case == "paged" else "ae"
     chosen = packs(names=names, n=None if case == "paged" else 6)
@@ -309,7 +309,7 @@ def test_one_call_an_architecture_and_round(packs, monkeypatch, case):
             assert list(counted(monkeypatch, exhaustive, act).values()) == [1]
 
 
-def test_what_two_packs_read_alike_is_prepared_once(packs, monkeypatch):
+def test_shared_inputs_of_packs_are_prepared_once(packs, monkeypatch):
     chosen, made = packs(names="abcde"), []
 
     def prepare(hidden, spec, dtype):
@@ -322,7 +322,7 @@ def test_what_two_packs_read_alike_is_prepared_once(packs, monkeypatch):
     assert sorted(made) == [(site, "rmsnorm", torch.float32) for site in SITES]
 
 
-def test_weights_held_in_memory_stay_where_they_are_mapped(packs):
+def test_resident_weights_stay_memory_mapped(packs):
     chosen = packs()
     for impl in ("cpu", "reference", "numba"):
         together = DynamicProbeManager(chosen, impl=impl, strategy="descent")
@@ -330,7 +330,7 @@ def test_weights_held_in_memory_stay_where_they_are_mapped(packs):
             assert engine.arena.weights["w1"].data_ptr() == pack.weights["w1"].data_ptr()
 
 
-def test_packs_of_one_architecture_lie_in_one_arena_that_is_checked_pack_by_pack(model, packs, tmp_path):
+def test_packs_of_one_architecture_share_an_arena_checked_by_pack(model, packs, tmp_path):
     sound = packs(names="a", n=12)[0]
     damaged = weights((5,), HIDDEN, torch.float32, 12, seed=3)
     other = make_pack(tmp_path / "f", model, name="f", n=12, weights=damaged)
@@ -371,7 +371,7 @@ def compare_results(model, chosen, generate, **settings):
 
 
 @pytest.mark.parametrize("options", [{}, {"num_beams": 3}, {"num_beams": 2, "num_return_sequences": 2}], ids=str)
-def test_one_attach_gives_the_result_of_each_alone_with_left_padding_and_beams(model, packs, options):
+def test_one_attach_gives_each_packs_result_with_padding_and_beams(model, packs, options):
     before = n_hooks(model)
     _, result = compare_results(
         model, packs(), lambda: model.generate(BATCH, attention_mask=(BATCH != PAD).long(), **GREEDY, **options)
@@ -380,7 +380,7 @@ def test_one_attach_gives_the_result_of_each_alone_with_left_padding_and_beams(m
     assert (result.phase == 0).sum() == (5 + 3 + 4) * options.get("num_return_sequences", 1)
 
 
-def test_a_second_turn_on_the_same_cache_goes_on_as_each_alone(model, packs):
+def test_second_turn_on_a_cache_scores_as_each_pack_alone(model, packs):
     def generate():
         first = model.generate(BATCH[:1], return_dict_in_generate=True, **GREEDY)
         more = torch.cat([first.sequences, torch.tensor([[9, 4]])], dim=1)
@@ -423,7 +423,7 @@ def test_results_name_the_pack_of_a_concept(model, packs):
     assert aggregated.values[-1] == pytest.approx(result.scores.column(best.probe)[result.phase == 1][:-1].max())
 
 
-def test_rules_watch_concepts_of_any_pack_and_events_say_which(model, packs):
+def test_rules_watch_concepts_of_any_pack_and_events_name_it(model, packs):
     chosen, events = packs(names="ab"), []
     manager = DynamicProbeManager(chosen, impl="cpu", strategy="descent", always_on=["a:c30", "b:concept 20"])
     with manager.attach(model) as run:
@@ -442,7 +442,7 @@ def test_rules_watch_concepts_of_any_pack_and_events_say_which(model, packs):
     )
 
 
-def test_always_on_concepts_need_room_in_the_arena_of_their_architecture(model, packs):
+def test_always_on_concepts_need_room_in_their_architectures_arena(model, packs):
     chosen = packs(names="ab")
     with pytest.raises(ConfigError, match="one more of each of 2 architectures is needed: give at least") as caught:
         DynamicProbeManager(chosen, impl="cpu", arena_bytes=100)
@@ -455,16 +455,16 @@ def test_always_on_concepts_need_room_in_the_arena_of_their_architecture(model, 
     run.on("a:c0", above=0.5)  # a root is active anyhow
 
 
-def test_the_host_is_checked_for_every_pack(model, packs, tmp_path):
+def test_model_is_checked_for_every_pack(model, packs, tmp_path):
     other = make_model(seed=1)
     stranger = make_pack(tmp_path / "z", other, name="z")
     with pytest.warns(UserWarning, match="z was made for"):
         DynamicProbeManager([*packs(names="a"), stranger], impl="cpu", strategy="descent").attach(model)
-    with pytest.raises(HostMismatch, match="z was made for"):
+    with pytest.raises(ModelMismatch, match="z was made for"):
         DynamicProbeManager([*packs(names="a"), stranger], impl="cpu", strategy="descent").attach(model, strict=True)
 
 
-def test_the_audit_counts_over_all_packs(packs):
+def test_audit_counts_over_all_packs(packs):
     chosen = packs(names="abd")
     manager = DynamicProbeManager(chosen, impl="cpu", strategy="descent", load_threshold=0.5, audit_rate=1.0)
     hidden = random_states(9)
@@ -484,7 +484,7 @@ def test_the_audit_counts_over_all_packs(packs):
     ]
 
 
-def test_a_stream_shows_concepts_of_all_packs(model, packs):
+def test_stream_shows_concepts_of_all_packs(model, packs):
     manager = DynamicProbeManager(packs(names="ab"), impl="cpu", strategy="descent")
     events = list(manager.stream(model, make_tokenizer(), "abc", max_new_tokens=6, do_sample=False, eos_token_id=None))
     leading = [concept.concept for event in events for concept in event.leading(50)]
@@ -494,7 +494,7 @@ def test_a_stream_shows_concepts_of_all_packs(model, packs):
 # -- a corpus ------------------------------------------------------------------------------------
 
 
-def test_an_analysis_has_the_rows_of_each_alone_and_knows_its_packs(model, packs, tmp_path):
+def test_analysis_has_the_rows_of_each_pack_and_names_its_packs(model, packs, tmp_path):
     chosen, texts, reading = (
         packs(names="ade"),
         random_texts(12),
@@ -557,7 +557,7 @@ def test_an_analysis_has_the_rows_of_each_alone_and_knows_its_packs(model, packs
 # -- names and settings --------------------------------------------------------------------------
 
 
-def test_a_group_numbers_by_level_and_keeps_every_hierarchy(packs, model, tmp_path):
+def test_group_numbers_probes_by_level_and_keeps_every_hierarchy(packs, model, tmp_path):
     chosen = [*packs(), make_pack(tmp_path / "mixed", model, name="mixed", n=23, mixed_levels=True)]
     group = PackGroup(chosen)
     assert sorted(np.concatenate(group.numbers).tolist()) == list(range(group.n_probes)) and isinstance(
@@ -580,7 +580,7 @@ def test_a_group_numbers_by_level_and_keeps_every_hierarchy(packs, model, tmp_pa
     ]
 
 
-def test_concepts_are_found_by_qualified_names_and_by_bare_ones_where_only_one_pack_has_them(packs):
+def test_concepts_are_found_by_qualified_or_unambiguous_names(packs):
     group = PackGroup(packs(names="ab"))
     a, b = (pack.find("c5") for pack in packs(names="ab"))
     assert (
@@ -598,7 +598,7 @@ def test_concepts_are_found_by_qualified_names_and_by_bare_ones_where_only_one_p
     }
 
 
-def test_packs_of_one_name_need_names_of_their_own(packs):
+def test_packs_of_one_name_need_distinct_names(packs):
     [pack] = packs(names="a")
     with pytest.raises(ConfigError, match=r"2 packs are named 'a': give them names of your own, as a mapping"):
         DynamicProbeManager([pack, pack])
@@ -610,7 +610,7 @@ def test_packs_of_one_name_need_names_of_their_own(packs):
             DynamicProbeManager(wrong)
 
 
-def test_packs_for_hosts_of_different_sizes_are_refused(model, packs, tmp_path):
+def test_packs_for_models_of_different_sizes_are_refused(model, packs, tmp_path):
     wide = make_pack(
         tmp_path / "w",
         model,
@@ -624,7 +624,7 @@ def test_packs_for_hosts_of_different_sizes_are_refused(model, packs, tmp_path):
         DynamicProbeManager([*packs(names="a"), wide])
 
 
-def test_settings_hold_for_every_pack_and_what_is_not_given_is_as_each_recommends(packs):
+def test_settings_apply_to_every_pack_and_defaults_are_each_packs_own(packs):
     chosen = packs(names="ab")
     manager = DynamicProbeManager(chosen, impl="cpu", strategy="descent", max_loaded_probes=100)
     assert {name: (config.keep_top_k, config.max_loaded_probes) for name, config in manager.config.items()} == {
@@ -648,7 +648,7 @@ def test_settings_hold_for_every_pack_and_what_is_not_given_is_as_each_recommend
         manager.step(None, {"resid_post.1": torch.zeros(1, HIDDEN)})
 
 
-def test_thresholds_of_an_aggregator_are_those_of_the_packs_that_have_them(model, packs, tmp_path):
+def test_aggregator_thresholds_are_those_of_the_packs_that_have_them(model, packs, tmp_path):
     values = torch.rand(6, generator=torch.Generator().manual_seed(0))
     calibrated = make_pack(tmp_path / "m", model, name="m", n=6, aggregated={"mean": values})
     group = PackGroup([*packs(names="b"), calibrated])
@@ -663,7 +663,7 @@ def test_thresholds_of_an_aggregator_are_those_of_the_packs_that_have_them(model
         group.thresholds_for("max")
 
 
-def test_a_list_of_one_pack_is_a_group_of_one(packs):
+def test_list_of_one_pack_is_a_group_of_one(packs):
     [pack] = packs(names="a")
     manager, alone = (
         DynamicProbeManager([pack], impl="cpu", strategy="descent"),
@@ -712,7 +712,7 @@ def test_watch_shows_concepts_of_several_packs(folder, packs):
     assert listed == {"a", "mine"}
 
 
-def test_probes_that_nothing_shows_are_counted(folder, model, packs, tmp_path):
+def test_watch_counts_probes_without_thresholds(folder, model, packs, tmp_path):
     [a] = packs(names="a")
     mute = make_pack(tmp_path / "mute", model, name="mute", alert_threshold=None)
     options = ("--prompt", "abc", "--max-new-tokens", 2, "--plain", "--json")
@@ -726,7 +726,7 @@ def test_probes_that_nothing_shows_are_counted(folder, model, packs, tmp_path):
     assert told["probes_without_threshold"] == 0 and "no alert threshold" not in shown
 
 
-def test_analyze_writes_concepts_of_several_packs_and_goes_on_with_them(folder, packs, tmp_path):
+def test_analyze_writes_and_resumes_several_packs(folder, packs, tmp_path):
     a, b = packs(names="ab")
     (tmp_path / "texts.txt").write_text("abc def\nghi\n")
     command = (
@@ -748,7 +748,7 @@ def test_analyze_writes_concepts_of_several_packs_and_goes_on_with_them(folder, 
     assert concepts == {"a", "b"} and told["active"] + told["dropped"] <= told["tokens"] * (a.n_probes + b.n_probes)
 
 
-def test_two_packs_of_one_name_are_told_apart_on_the_command_line_too(folder, packs):
+def test_command_line_requires_distinct_pack_names(folder, packs):
     [pack] = packs(names="a")
     done = CliRunner().invoke(app, ["watch", folder, str(pack.directory), "--pack", str(pack.directory)])
     assert isinstance(done.exception, ConfigError) and "a=FOLDER --pack b=FOLDER" in str(done.exception)
@@ -763,7 +763,7 @@ def test_two_packs_of_one_name_are_told_apart_on_the_command_line_too(folder, pa
     reason="no GPU, or Triton is in its interpreter",
 )
 @pytest.mark.parametrize("more", [{}, {"arena_bytes": 0.6}], ids=["resident", "paged"])
-def test_on_a_gpu_each_gives_what_it_gives_alone(packs, more):
+def test_each_pack_on_a_gpu_scores_as_alone(packs, more):
     chosen = packs()
     shared = {name: int(share * sum(pack.weight_bytes() for pack in chosen)) for name, share in more.items()}
     together = DynamicProbeManager(chosen, device="cuda", strategy="descent", **shared)

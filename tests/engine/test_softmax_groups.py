@@ -1,4 +1,4 @@
-"""Softmax groups: scores of members by fp64, in every way of evaluating; the descent by an oracle."""
+"""Softmax groups give fp64 softmax scores in every implementation, and their descent equals an oracle."""
 
 from dataclasses import astuple
 
@@ -33,7 +33,7 @@ def managers(pack, **settings):
 @pytest.mark.parametrize("rule", ["independent", "path"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8], ids=str)
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-def test_every_way_gives_the_softmax(tmp_path, shape, dtype, rule):
+def test_every_implementation_gives_the_softmax(tmp_path, shape, dtype, rule):
     pack = write(tmp_path / "pack", shape, dtype, rule)
     hidden = torch.randn(5, HIDDEN, generator=torch.Generator().manual_seed(1))
     expected = everything_by_fp64(pack, hidden).numpy()
@@ -76,7 +76,7 @@ def test_triton_gives_the_softmax(tmp_path, shape, dtype):
     assert np.array_equal(scores.probes, theirs.probes)
 
 
-def test_all_ways_agree_on_what_is_active_and_retained(tmp_path):
+def test_implementations_agree_on_active_and_retained_sets(tmp_path):
     pack = write(tmp_path / "pack", (), torch.float32, "path", sites=("resid_post.1", "resid_post.2"))
     random = torch.Generator().manual_seed(2)
     steps = [{site: torch.randn(3, HIDDEN, generator=random) for site in pack.sites} for _ in range(4)]
@@ -94,7 +94,7 @@ def test_all_ways_agree_on_what_is_active_and_retained(tmp_path):
 
 
 @pytest.mark.parametrize("rule", ["independent", "path"])
-def test_a_descent_on_a_device_is_that_of_the_host(tmp_path, rule):
+def test_device_descent_of_groups_equals_that_of_the_cpu(tmp_path, rule):
     """By Triton's interpreter: what is retained in part is completed, and scores have the bits of pairs."""
     pack = write(tmp_path / "pack", (), torch.float32, rule)
     settings = {"load_threshold": 0.2, "keep_top_k": 3, "strategy": "descent"}
@@ -117,7 +117,7 @@ def test_a_descent_on_a_device_is_that_of_the_host(tmp_path, rule):
     assert any(cut)  # what was retained holds a group in part
 
 
-def test_one_logit_without_a_score_leaves_the_group_without(tmp_path):
+def test_group_with_one_unscored_member_has_no_scores(tmp_path):
     """The sum of one member may overflow: then no member has a score, and a state at which they are active is unseen;
     what stands alone keeps its own.
     """
@@ -148,7 +148,7 @@ def test_one_logit_without_a_score_leaves_the_group_without(tmp_path):
 EXTREME = {"alone": [], "large": ["alone"], "small": ["alone"]}
 
 
-def test_weights_that_are_late_leave_the_group_late(tmp_path):
+def test_group_with_late_weights_is_late(tmp_path):
     """Nobody waits: until all members are there none has a score, and then each has that of a resident pack."""
     pack = write(tmp_path / "pack", (), torch.float32)
     one, hidden = pack.weight_bytes() // pack.n_probes, torch.randn(1, HIDDEN) * 2
@@ -168,7 +168,7 @@ def test_weights_that_are_late_leave_the_group_late(tmp_path):
     assert n_late[0] > 0 and late.engine.background_errors() == []
 
 
-def test_several_packs_are_scored_as_alone(tmp_path):
+def test_several_packs_with_groups_score_as_alone(tmp_path):
     """Two packs of one architecture share an arena: groups of the second are not those of the first."""
     first, second = (write(tmp_path / name, (), torch.float32, name=name, seed=i) for i, name in enumerate("ab"))
     hidden = torch.randn(4, HIDDEN, generator=torch.Generator().manual_seed(3))
@@ -187,7 +187,7 @@ def test_several_packs_are_scored_as_alone(tmp_path):
         assert len(both.pack.tree.groups) == 2 * len(first.tree.groups)
 
 
-def test_an_audit_counts_what_the_softmax_says(tmp_path):
+def test_audit_counts_softmax_scores(tmp_path):
     pack = write(tmp_path / "pack", (), torch.float32)
     manager = DynamicProbeManager(pack, strategy="descent", load_threshold=0.6, audit_rate=1.0)
     hidden = torch.randn(12, HIDDEN, generator=torch.Generator().manual_seed(4)) * 2
@@ -202,7 +202,7 @@ def test_an_audit_counts_what_the_softmax_says(tmp_path):
     assert (fires & ~active).any() and kept.shape == (1, pack.n_probes)
 
 
-def test_a_group_is_watched_whole(tmp_path):
+def test_exclusion_that_splits_a_group_is_refused(tmp_path):
     pack = write(tmp_path / "pack", (), torch.float32)
     with pytest.raises(ConfigError, match="c3 is left out by exclude or depth, and c2 of its softmax group is watched"):
         DynamicProbeManager(pack, exclude=["c3"])
@@ -282,7 +282,7 @@ def close_groups(tree, probes):
 
 @settings(max_examples=50, deadline=None)
 @given(grouped_cases())
-def test_the_descent_is_that_of_the_words(case):
+def test_descent_of_groups_equals_the_oracle(case):
     """Two turns, the second from what the first retained; by the rounds, and by the rule over all scores."""
     tree, path, alert, config, always_on, turns = case
     plan = plan_of(tree, path, alert, config, always_on, None)
@@ -313,7 +313,7 @@ def test_the_descent_is_that_of_the_words(case):
 
 @settings(max_examples=50, deadline=None)
 @given(grouped_cases())
-def test_the_compiled_descent_is_that_of_the_cascade(case):
+def test_compiled_descent_of_groups_equals_the_cascade(case):
     pytest.importorskip("probemon.engine.ways.compiled")
     kernels = pytest.importorskip("probemon.engine.kernels")
     tree, path, alert, config, always_on, turns = case

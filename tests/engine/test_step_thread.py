@@ -1,4 +1,4 @@
-"""Steps whose weights are mapped, which a disk may have to give, are made while the host goes on, and are the same."""
+"""Steps with memory-mapped weights run while the model goes on, and give the same scores."""
 
 import threading
 
@@ -34,7 +34,7 @@ def mapped(tmp_path, model, monkeypatch):
 
 @pytest.mark.parametrize("impl", ["cpu", "numba"])
 @pytest.mark.parametrize("n_packs", [1, 2])
-def test_weights_are_read_while_the_hosts_later_layers_run(model, mapped, tmp_path, monkeypatch, impl, n_packs):
+def test_weights_are_read_while_the_models_later_layers_run(model, mapped, tmp_path, monkeypatch, impl, n_packs):
     later, reads = threading.Event(), []
     other = make_pack(tmp_path / "other", model, sites=("resid_post.0",), seed=1, dtype=torch.bfloat16)
     packs = {"one": mapped, "other": other} if n_packs == 2 else mapped
@@ -57,7 +57,7 @@ def test_weights_are_read_while_the_hosts_later_layers_run(model, mapped, tmp_pa
     assert np.allclose(result.scores.values, expected.scores.values, atol=1e-6, rtol=0)
 
 
-def test_what_cannot_be_read_meanwhile_is_raised_by_generate(model, mapped, monkeypatch):
+def test_read_error_in_the_step_thread_is_raised_by_generate(model, mapped, monkeypatch):
     manager = DynamicProbeManager(mapped)
 
     def fail():

@@ -1,4 +1,4 @@
-"""The store: the right weights under any traffic, within its bytes, loaded once, errors by name."""
+"""The store gives the right weights under any traffic, within its bytes, loaded once; errors name the probe."""
 
 import random
 from concurrent.futures import ThreadPoolExecutor
@@ -32,7 +32,7 @@ def test_random_traffic_gives_the_right_weights_within_the_bound(source, room):
         assert store.stats().n_probes <= room
 
 
-def test_least_recently_used_is_evicted(source):
+def test_least_recently_used_probe_is_evicted(source):
     store = ProbeStore(source, max_bytes=2 * ONE)
     for probe in (1, 2, 1, 3):  # 2 is the oldest when 3 comes
         store.get_many([probe])

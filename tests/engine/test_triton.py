@@ -1,6 +1,4 @@
-"""The Triton kernels: in the interpreter against fp64, and compiled for real chips without one. `-m gpu` runs them
-where there is a GPU.
-"""
+"""The Triton kernels, in the interpreter against fp64, and compiled for real GPUs without one."""
 
 import json
 import os
@@ -38,7 +36,7 @@ LIMITS = {80: 163 << 10, 90: 227 << 10}
     [((), 1), ((), 300), ((3,), 37), ((16,), 300), ((40,), 37), ((16, 5), 37), ((40, 20), 37), ((33, 1), 1)],
     ids=str,
 )
-def test_split_probes_are_right_and_leave_their_counters_at_zero(shape, d, dtype):
+def test_split_probes_are_right_and_reset_their_counters(shape, d, dtype):
     """Several programs a probe, the last of which finishes it; in the interpreter they run one after another."""
     net = weights(shape, d, dtype)
     x = torch.randn(3, d, generator=torch.Generator().manual_seed(1)).to(input_dtype(dtype))
@@ -80,7 +78,7 @@ def test_products_of_many_states_are_right(shape, n, d, dtype, monkeypatch):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int8], ids=str)
 @pytest.mark.parametrize("shape", [(20,), (20, 5)], ids=str)
-def test_pairs_that_share_what_is_read_score_as_they_do_alone(shape, dtype, monkeypatch):
+def test_grouped_pairs_score_as_single_ones(shape, dtype, monkeypatch):
     """Groups of four of one probe, across two probes, and a rest of three."""
     net, n = weights(shape, 37, dtype), 9
     x = torch.randn(n, 37, generator=torch.Generator().manual_seed(1)).to(input_dtype(dtype))
@@ -101,7 +99,7 @@ def test_pairs_that_share_what_is_read_score_as_they_do_alone(shape, dtype, monk
     assert all(not counters.any() for counters in triton_pairs._ARRIVED.values())
 
 
-def test_every_kernel_compiles_for_real_chips_within_their_shared_memory():
+def test_every_kernel_compiles_for_real_gpus_within_shared_memory():
     """At the sizes that need most; at all of them by scripts/benchmarks/gpu_check.sh."""
     all_sizes = os.environ.get("PROBEMON_EVERY_SIZE") == "1"
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
@@ -144,7 +142,7 @@ def test_every_kernel_compiles_for_real_chips_within_their_shared_memory():
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("norm", NORMS)
-def test_rows_normalised_by_the_kernel_are_those_of_torch(norm, dtype):
+def test_kernel_normalisation_equals_torch(norm, dtype):
     x = torch.randn(5, 3, 70, generator=torch.Generator().manual_seed(0))[:, 1] * torch.tensor(
         [[1.0], [100.0], [0.0], [1e25], [1.0]]
     )
@@ -178,7 +176,7 @@ def sets_of(found, n_probes):
 
 @settings(max_examples=25, deadline=None)
 @given(cases())
-def test_device_cascade_is_that_of_the_host_or_says_that_it_overflowed(case):
+def test_device_cascade_equals_the_cpu_or_reports_overflow(case):
     """Over two steps, the second from what the first retained; scores with many ties, as in test_compiled.py."""
     tree, path, alert, config, always_on, first, second, part = case
     plan = plan_of(tree, path, alert, config, always_on, watched_probes(tree, *part))
@@ -216,7 +214,7 @@ def test_device_cascade_is_that_of_the_host_or_says_that_it_overflowed(case):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int8], ids=str)
 @pytest.mark.parametrize("shape", [(), (20,), (20, 5)], ids=str)
-def test_device_cascade_of_split_probes_with_two_inputs(shape, dtype):
+def test_device_cascade_of_split_probes_with_two_inputs_is_right(shape, dtype):
     rng = np.random.default_rng(0)
     parents = [[] if i < 3 else [f"c{rng.integers(0, i)}"] for i in range(11)]
     _, tree = ConceptTree.build([f"c{i}" for i in range(11)], parents)
@@ -236,7 +234,7 @@ def test_device_cascade_of_split_probes_with_two_inputs(shape, dtype):
     )
 
 
-def test_a_manager_descends_on_the_device_as_on_the_host_and_counts_what_overflowed(pack):
+def test_manager_descends_on_the_device_as_on_the_cpu_and_counts_overflows(pack):
     states = torch.randn(9, pack.architecture.hidden_size, generator=torch.Generator().manual_seed(5))
     for settings_, overflows in (
         ({}, False),
@@ -274,7 +272,7 @@ def constant_net(n, logits):
     return {"w1": torch.zeros(n, 1, 1), "b1": torch.tensor(logits, dtype=torch.float32)[:, None]}
 
 
-def test_ancestors_that_come_late_may_open_later_and_the_state_overflows():
+def test_late_ancestors_that_open_in_a_later_round_overflow_the_state():
     """Each round brings an ancestor that opens in the next: more rounds than levels."""
     parents = {"r": "", "q": "", "a1": "r", "a2": "q", "a3": "q", "b1": "a1 a2", "b2": "a2 a3", "b3": "a3", "z": "b3"}
     names, plan = chain_plan({name: above.split() for name, above in parents.items()}, "path", {"q": 1.0})
@@ -288,7 +286,7 @@ def test_ancestors_that_come_late_may_open_later_and_the_state_overflows():
     assert found.overflowed.tolist() == [1] or sets_of(found, 9)[0].all()
 
 
-def test_retained_sets_are_closed_on_trees_too():
+def test_retained_sets_include_ancestors_on_trees():
     names, plan = chain_plan({"r": [], "a": ["r"], "b": ["a"]}, "path", {"r": 0.99, "a": 0.99, "b": 0.99})
     assert names == ["r", "a", "b"]
     found = DeviceCascade(plan, constant_net(3, [2.0] * 3), np.zeros(3)).descend(
@@ -300,7 +298,7 @@ def test_retained_sets_are_closed_on_trees_too():
 
 
 @pytest.mark.filterwarnings("ignore:overflow encountered in exp:RuntimeWarning")
-def test_a_score_of_zero_is_kept_before_what_is_no_number():
+def test_zero_score_is_retained_before_a_nan():
     _, plan = chain_plan({"r": [], "a": ["r"], "b": ["r"], "c": ["r"]}, "independent", {}, keep_top_k=2)
     found = DeviceCascade(plan, constant_net(4, [5.0, -200.0, float("nan"), 1.0]), np.zeros(4)).descend(
         torch.zeros(1, 1), 1, None
@@ -308,7 +306,7 @@ def test_a_score_of_zero_is_kept_before_what_is_no_number():
     assert found.kept.tolist() == [[3, 1]]
 
 
-def test_two_plans_of_one_engine_keep_their_own_cascades(pack):
+def test_two_plans_of_one_engine_keep_separate_cascades(pack):
     manager = DynamicProbeManager(pack, impl="triton", strategy="descent")
     other = manager.plan_with(["c39"])
     plans = [manager.engine.on_device.steps(plan).cascade._plan for plan in (manager.plan, other, manager.plan)]

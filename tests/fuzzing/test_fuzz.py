@@ -1,6 +1,4 @@
-"""Whatever others made: a typed error or a correct pack, and nothing else. What the fuzzer (scripts/benchmarks/fuzz.py)
-found, and that it would notice.
-"""
+"""Broken input ends in a typed error or a correct pack; the fuzzer's findings and its ability to detect faults."""
 
 import importlib
 import json
@@ -75,7 +73,7 @@ def test_broken_input_ends_in_a_typed_error_or_a_correct_pack(room, target):
         max_leaves=12,
     ),
 )
-def test_any_value_in_any_place_of_json_is_a_typed_error_or_correct(room, name, keys, value):
+def test_any_json_value_anywhere_is_a_typed_error_or_correct(room, name, keys, value):
     tree = dict(room.seeds(name)[0])
     file = next(iter(tree))
     content = json.loads(tree[file])
@@ -155,7 +153,7 @@ def leaves_a_temporary_folder(call):
     ],
     ids=lambda value: getattr(value, "__name__", None),
 )
-def test_the_fuzzer_notices(room, monkeypatch, run, told):
+def test_fuzzer_detects_every_kind_of_trouble(room, monkeypatch, run, told):
     room.seeds("manifest")
     monkeypatch.setitem(TARGETS, "bad", Target(lambda folder: [], run, lambda made, call: None, writes=True))
     (room.folder / "outside" / "x").write_text("")
@@ -163,7 +161,7 @@ def test_the_fuzzer_notices(room, monkeypatch, run, told):
     assert verdict.trouble is not None and told in verdict.trouble
 
 
-def test_the_fuzzer_notices_an_older_pack_that_was_changed(room, monkeypatch):
+def test_fuzzer_detects_a_changed_older_pack(room, monkeypatch):
     def spoil(call):
         (call.out / "README.md").write_text("spoiled")
         raise ImportRefused("no more")
@@ -173,7 +171,7 @@ def test_the_fuzzer_notices_an_older_pack_that_was_changed(room, monkeypatch):
     assert room.run("bad", {}, rng).trouble == "the older pack was changed"
 
 
-def test_the_fuzzer_notices_a_score_that_the_file_does_not_say(room, monkeypatch):
+def test_fuzzer_detects_wrong_scores(room, monkeypatch):
     from probemon.lab.importers import flat
 
     tree, real = room.seeds("steerkit")[0], flat.stack
@@ -186,7 +184,7 @@ def test_the_fuzzer_notices_a_score_that_the_file_does_not_say(room, monkeypatch
     assert verdict.trouble is not None and verdict.trouble.startswith("wrong: 'refusal'")
 
 
-def test_the_fuzzer_notices_a_link_that_was_followed(room, monkeypatch):
+def test_fuzzer_detects_a_followed_link(room, monkeypatch):
     from probemon.packs import held_file as heldfile
 
     room.seeds("pack")
@@ -215,7 +213,7 @@ def test_the_fuzzer_notices_a_link_that_was_followed(room, monkeypatch):
         ),  # nobody looks whether a file was written to
     ],
 )
-def test_the_fuzzer_notices_a_pack_that_was_changed_meanwhile(room, monkeypatch, target, place, name, value, told):
+def test_fuzzer_detects_a_pack_changed_while_read(room, monkeypatch, target, place, name, value, told):
     tree = room.seeds(target)[0]
     monkeypatch.delitem(changes.CHANGES, "cut")  # without the check these would end this process
     monkeypatch.delitem(changes.CHANGES, "halve")
@@ -224,7 +222,7 @@ def test_the_fuzzer_notices_a_pack_that_was_changed_meanwhile(room, monkeypatch,
     assert any(told in (room.run(target, tree, Random(seed)).trouble or "") for seed in range(300))
 
 
-def test_the_independent_evaluation_tells_a_wrong_weight_from_a_right_one(room):
+def test_independent_evaluation_detects_a_wrong_weight(room):
     tree = room.seeds("pack")[0]
     write_tree(tree, room.folder / "source")
     pack = ProbePack.open(room.folder / "flat")
@@ -251,7 +249,7 @@ def test_cases_of_one_seed_are_the_same_every_time(room, monkeypatch):
     )
 
 
-def test_chunks_are_all_the_cases_that_were_asked_for():
+def test_planned_chunks_cover_all_requested_cases():
     chunks = fuzz.plan(list(TARGETS), 100_000, 0)
     assert 100_000 <= sum(chunk[2] for chunk in chunks) < 100_000 + len(TARGETS)
     assert {chunk[0] for chunk in chunks} == set(TARGETS) == set(fuzz.SHARES) and len(
@@ -264,7 +262,7 @@ def test_chunks_are_all_the_cases_that_were_asked_for():
 
 @pytest.mark.parametrize("file", ["manifest.json", "concepts.jsonl", "probes.safetensors", "README.md"])
 @pytest.mark.parametrize("pinned", [False, True])
-def test_a_pack_whose_file_is_a_link_out_of_it_is_refused(pack, tmp_path, file, pinned):
+def test_pack_file_linking_outside_the_pack_is_refused(pack, tmp_path, file, pinned):
     target = shutil.copytree(pack.directory, tmp_path / "pack")
     digest = sha256(target / "manifest.json")
     shutil.move(target / file, tmp_path / file)
@@ -273,7 +271,7 @@ def test_a_pack_whose_file_is_a_link_out_of_it_is_refused(pack, tmp_path, file, 
         ProbePack.from_pretrained(str(target), manifest_sha256=digest if pinned else None)
 
 
-def test_a_card_that_the_manifest_does_not_list_is_no_way_to_anothers_file(pack, tmp_path):
+def test_unlisted_card_cannot_link_to_another_file(pack, tmp_path):
     target = shutil.copytree(pack.directory, tmp_path / "pack")
     manifest = json.loads((target / "manifest.json").read_text())
     del manifest["files"]["README.md"]
@@ -285,7 +283,7 @@ def test_a_card_that_the_manifest_does_not_list_is_no_way_to_anothers_file(pack,
         rename(ProbePack.open(target), tmp_path / "new", name="new")
 
 
-def test_links_within_a_pack_and_to_the_blobs_of_the_hubs_cache_are_its_own(pack, tmp_path):
+def test_links_within_a_pack_or_into_the_hub_cache_are_accepted(pack, tmp_path):
     snapshot, blobs = tmp_path / "models--a--b" / "snapshots" / "c0ffee", tmp_path / "models--a--b" / "blobs"
     snapshot.mkdir(parents=True)
     blobs.mkdir()
@@ -304,7 +302,7 @@ def test_links_within_a_pack_and_to_the_blobs_of_the_hubs_cache_are_its_own(pack
 @pytest.mark.parametrize(
     "text", ["[" * 100_000, '{"a":' * 2000 + "1" + "}" * 2000, '{"a": ' + "1" * 5000 + "}"], ids=lambda text: text[:5]
 )
-def test_texts_that_python_cannot_read_are_named(tmp_path, text):
+def test_json_that_python_cannot_read_is_reported(tmp_path, text):
     path = tmp_path / "text"
     path.write_text(text)
     with pytest.raises(PackCorrupt, match="not valid JSON"):
@@ -319,7 +317,7 @@ def test_texts_that_python_cannot_read_are_named(tmp_path, text):
     "file, most",
     [("manifest.json", MAX_MANIFEST_BYTES), ("concepts.jsonl", MAX_CONCEPTS_BYTES), ("README.md", MAX_CARD_BYTES)],
 )
-def test_a_file_over_its_bound_is_refused_before_it_is_read(pack, tmp_path, file, most):
+def test_oversized_file_is_refused_before_it_is_read(pack, tmp_path, file, most):
     target = shutil.copytree(pack.directory, tmp_path / "pack")
     manifest = json.loads((target / "manifest.json").read_text())
     manifest["files"][file] = {"sha256": "", "size": most + 1}
@@ -333,7 +331,7 @@ def test_a_file_over_its_bound_is_refused_before_it_is_read(pack, tmp_path, file
     assert peak < 1 << 20
 
 
-def test_a_tree_over_its_bound_is_refused_before_it_is_read(tmp_path):
+def test_oversized_tree_is_refused_before_it_is_read(tmp_path):
     (tmp_path / "tree.json").touch()
     os.truncate(tmp_path / "tree.json", (64 << 20) + 1)
     with pytest.raises(ConfigError, match="at most 67,108,864 are read"):
@@ -341,7 +339,7 @@ def test_a_tree_over_its_bound_is_refused_before_it_is_read(tmp_path):
 
 
 @pytest.mark.parametrize("level", [-1, 2**15, 2**40, 2**63 - 1])
-def test_levels_that_no_result_holds_are_refused_and_nothing_is_sized_by_them(pack, tmp_path, level):
+def test_invalid_levels_are_refused_without_allocating_for_them(pack, tmp_path, level):
     def change(tensors):
         tensors["level"][-1 if level > 0 else 0] = level
 
@@ -349,7 +347,7 @@ def test_levels_that_no_result_holds_are_refused_and_nothing_is_sized_by_them(pa
         ProbePack.open(forge(pack, tmp_path / "forged", change))
 
 
-def test_a_card_that_is_not_utf8_is_kept_as_far_as_it_is(pack, tmp_path):
+def test_card_with_invalid_utf8_is_kept_with_replacements(pack, tmp_path):
     target = forge(pack, tmp_path / "forged", lambda tensors: None)
     (target / "README.md").write_bytes(b"# \xff ours\n")
     manifest = json.loads((target / "manifest.json").read_text())
@@ -360,7 +358,7 @@ def test_a_card_that_is_not_utf8_is_kept_as_far_as_it_is(pack, tmp_path):
 
 
 @pytest.mark.parametrize("eps", [10**30, 10**400, 1e39])
-def test_an_eps_is_a_number_of_fp32_or_refused(pack, tmp_path, eps):
+def test_eps_must_be_representable_in_fp32(pack, tmp_path, eps):
     target = forge(pack, tmp_path / "forged", lambda tensors: None)
     manifest = json.loads((target / "manifest.json").read_text())
     manifest["inputs"][0]["eps"] = eps
@@ -373,14 +371,14 @@ def test_an_eps_is_a_number_of_fp32_or_refused(pack, tmp_path, eps):
         assert np.isfinite(scores.values).all() and len(scores.values)
 
 
-def test_golden_states_are_replayed_in_blocks_with_the_same_scores(pack, monkeypatch):
+def test_golden_states_scored_in_blocks_give_the_same_scores(pack, monkeypatch):
     hidden = dict.fromkeys(pack.sites, torch.randn(3, HIDDEN))
     whole = exhaustive_reference(hidden, pack)
     monkeypatch.setattr("probemon.core.reference._BLOCK_BYTES", 3 * 4 * pack.architecture.parameters_per_probe())
     assert torch.equal(exhaustive_reference(hidden, pack), whole)
 
 
-def test_metadata_of_a_card_that_grows_without_end_is_refused(pack, tmp_path):
+def test_exponentially_growing_card_metadata_is_refused(pack, tmp_path):
     target = forge(pack, tmp_path / "forged", lambda tensors: None)
     lines = [f"{chr(98 + i)}: &{chr(98 + i)} [{','.join([f'*{chr(97 + i)}'] * 9)}]" for i in range(12)]
     result = "{task: {type: a}, dataset: {name: *m, type: b}, metrics: [{type: c, value: *m}]}"
@@ -399,9 +397,7 @@ def test_metadata_of_a_card_that_grows_without_end_is_refused(pack, tmp_path):
     "name, pickled", torchfile.EXPLOITS, ids=[f"{i} {name}" for i, (name, _) in enumerate(torchfile.EXPLOITS)]
 )
 @pytest.mark.parametrize("wrapped", [False, True])
-def test_a_pickle_that_would_run_something_is_refused_by_the_name_of_it(
-    room, tmp_path, monkeypatch, name, pickled, wrapped
-):
+def test_pickle_that_would_run_code_is_refused_by_name(room, tmp_path, monkeypatch, name, pickled, wrapped):
     monkeypatch.chdir(tmp_path)
     data = torchfile.with_pickle(room.seeds("torch")[0]["x.pt"], pickled) if wrapped else pickled
     (tmp_path / "x.pt").write_bytes(data)
@@ -411,7 +407,7 @@ def test_a_pickle_that_would_run_something_is_refused_by_the_name_of_it(
 
 
 @pytest.mark.parametrize("number", range(len(torchfile.BOMBS)))
-def test_a_pickle_that_would_grow_without_end_is_refused(room, tmp_path, number):
+def test_exponentially_growing_pickle_is_refused(room, tmp_path, number):
     (tmp_path / "x.pt").write_bytes(torchfile.with_pickle(room.seeds("torch")[0]["x.pt"], torchfile.BOMBS[number]))
     tracemalloc.start()
     with pytest.raises(ImportRefused) as caught:
@@ -421,7 +417,7 @@ def test_a_pickle_that_would_grow_without_end_is_refused(room, tmp_path, number)
     assert peak < 150 << 20 and len(str(caught.value)) < 1000 and not isinstance(caught.value.__cause__, MemoryError)
 
 
-def test_a_part_of_a_tensor_by_itself_is_no_value(room, tmp_path):
+def test_bare_storage_in_a_pickle_is_refused(room, tmp_path):
     (tmp_path / "x.pt").write_bytes(
         torchfile.with_pickle(room.seeds("torch")[0]["x.pt"], b"\x80\x02}X\x01\x00\x00\x00actorch\nFloatStorage\ns.")
     )
@@ -435,7 +431,7 @@ def test_names_that_a_file_system_refuses_are_refused(tmp_path):
             Folder(tmp_path).inside(name)
 
 
-def test_the_result_file_is_of_all_rooms_and_without_a_crash():
+def test_result_file_covers_every_target_without_a_crash():
     found = json.loads(RESULT.read_text())
     assert found["cases"] >= 100_000 and found["crashes"] == 0 and found["troubles"] == []
     assert (

@@ -1,4 +1,4 @@
-"""A sample of command lines drawn at random: each ends as a command is to end, and what would be trouble is noticed."""
+"""A random sample of command lines ends as commands should, and faults are detected."""
 
 import os
 import sys
@@ -55,7 +55,7 @@ NEW, SITE = ("--out", "new"), ("--sites", "resid_post.1")
         (Case(("states",), (("host",), ("rows.jsonl",), SITE, NEW), FILES, limit="file size"), 2, "File too large"),
     ],
 )  # fmt: skip
-def test_a_stream_that_is_closed_or_full_ends_a_command_in_a_line(runs, case, status, said):
+def test_closed_or_full_stream_ends_a_command_in_one_line(runs, case, status, said):
     ended = runs.run(case)
     assert judge(case, ended) is None, ended
     assert ended.status == status and said in ended.error and ended.error.count("\n") == (1 if status == 2 else 0), (
@@ -87,7 +87,7 @@ def untyped():
         (goes_on_for_ever, "it went on"),
     ],
 )
-def test_what_is_trouble_is_noticed(runs, monkeypatch, main, said):
+def test_judge_detects_every_kind_of_trouble(runs, monkeypatch, main, said):
     monkeypatch.setattr(cli, "main", main)
     monkeypatch.setattr("fuzzing.command_runs.MOST_SECONDS", 0.2)
     case = Case(("inspect",), (("pack",), ("--json",)), {"pack": "pack"}, environment="narrow")

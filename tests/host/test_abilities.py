@@ -1,4 +1,4 @@
-"""What a host cannot do: refused where its own answer is wrong, by an oracle on the bare host, and nowhere else.
+"""Modes that a model cannot run correctly are refused, as an oracle on the unwatched model decides, and no others.
 
 A sample of `scripts/benchmarks/architectures.py`, which runs every architecture in every mode; and trying a twin leaves
 no trace.
@@ -18,7 +18,7 @@ import architectures
 from conftest import OLDEST, n_hooks
 from corpora import make_tokenizer
 from probemon import DynamicProbeManager
-from probemon.errors import NotSupportedDecoding, NotSupportedHost
+from probemon.errors import UnsupportedDecoding, UnsupportedModel
 from probemon.host import abilities
 from probemon.host.model import find_layers, is_encoder_decoder, site_module
 from probemon.host.twin import own_randomness, shrunken, twin
@@ -69,7 +69,7 @@ REFUSED = {  # what must be: the findings that this table began with
 
 
 @pytest.mark.parametrize("name", SAMPLE)
-def test_exact_or_refused_where_the_bare_host_is_wrong(name, tmp_path):
+def test_mode_is_exact_or_refused_if_the_unwatched_model_is_wrong(name, tmp_path):
     host = architectures.Host(name, architectures.architectures()[name], tmp_path)
     stored = json.loads(RESULTS.read_text())["architectures"][name]["modes"]
     for mode in SAMPLE[name]:
@@ -93,13 +93,13 @@ def manager_of(model, folder):
     return DynamicProbeManager(architectures.make_pack(folder / "pack", model))
 
 
-def test_a_plain_forward_of_bamba_goes_on_with_position_ids_alone(tmp_path):
+def test_bamba_forward_on_a_cache_needs_position_ids(tmp_path):
     model, ids = host_of("bamba"), torch.tensor([[1, 44, 3, 17, 8, 44]])
     manager = manager_of(model, tmp_path)
     with manager.attach(model) as run, torch.no_grad():
         cache = model(ids[:, :4], use_cache=True).past_key_values
         with pytest.raises(
-            NotSupportedDecoding, match=r"without position_ids is not supported for BambaForCausalLM.*Give position_ids"
+            UnsupportedDecoding, match=r"without position_ids is not supported for BambaForCausalLM.*Give position_ids"
         ):
             model(ids[:, 4:5], past_key_values=cache, use_cache=True)
         cache = model(ids[:, :4], use_cache=True).past_key_values
@@ -118,7 +118,7 @@ def test_a_plain_forward_of_bamba_goes_on_with_position_ids_alone(tmp_path):
         assert (torch.as_tensor(result.scores.active_scores(i)) - expected[i, at]).abs().max() < 1e-5
 
 
-def test_two_generations_at_once_are_refused_where_modules_keep_the_state(tmp_path):
+def test_concurrent_generations_are_refused_if_modules_hold_the_state(tmp_path):
     model, ids = host_of("recurrent_gemma"), torch.tensor([[1, 44, 3, 17, 8]])
     refusals, inside = [], threading.Event()
 
@@ -134,7 +134,7 @@ def test_two_generations_at_once_are_refused_where_modules_keep_the_state(tmp_pa
     def other():
         try:
             model.generate(ids + 1, max_new_tokens=2, do_sample=False)
-        except NotSupportedDecoding as refusal:
+        except UnsupportedDecoding as refusal:
             refusals.append(str(refusal))
 
     options = {"max_new_tokens": 6, "do_sample": False, "return_dict_in_generate": True, "output_logits": True}
@@ -153,11 +153,11 @@ def test_two_generations_at_once_are_refused_where_modules_keep_the_state(tmp_pa
 
 
 @pytest.mark.parametrize("name", ["cpmant", "hy_v4", "qwen4_exp_text", "gemma3n_text"])
-def test_streams_that_do_not_fit_are_refused_when_attached(name, tmp_path):
+def test_sites_without_hidden_states_are_refused_when_attached(name, tmp_path):
     model = host_of(name)
     manager, before = manager_of(model, tmp_path), n_hooks(model)
     with pytest.raises(
-        NotSupportedHost, match=r"resid_post\.0 of \w+ is no stream of hidden states.*Choose another site"
+        UnsupportedModel, match=r"resid_post\.0 of \w+ is not a stream of hidden states.*Choose another site"
     ):
         manager.attach(model)
     assert n_hooks(model) == before
@@ -198,16 +198,16 @@ def any_host(name):
 
 
 @pytest.mark.parametrize("name", [*WITH_STREAM, *WITHOUT])
-def test_what_a_block_gives_is_read_only_where_the_stream_is_not_in_it(name):
+def test_block_output_is_read_only_if_it_excludes_the_residual_stream(name):
     """With matrices and biases of zero it gives zeros, or is refused, online and in corpora."""
     host, given = any_host(name), {}
     _, layers = find_layers(host)
     for site in (f"{kind}.{at}" for kind in ("attn_out", "mlp_out") for at in range(len(layers))):
         try:
             abilities.Abilities(host).check_streams([site])
-        except NotSupportedHost as refusal:
+        except UnsupportedModel as refusal:
             assert "has none of" in str(refusal) or (name in WITH_STREAM and "adds the residual stream" in str(refusal))
-            with pytest.raises(NotSupportedHost):
+            with pytest.raises(UnsupportedModel):
                 StateReader(host, make_tokenizer(), [site], Reading())
             continue
         block = site_module(layers, site)
@@ -225,7 +225,7 @@ def test_what_a_block_gives_is_read_only_where_the_stream_is_not_in_it(name):
     assert any(site.startswith("attn_out") for site in given) is (name in WITHOUT)
 
 
-def test_a_feed_forward_part_is_no_site_where_the_layer_adds_up_several():
+def test_mlp_out_is_refused_if_the_layer_sums_several_parts():
     """Two parts are told by experts, by their names, or as modules of one class; a mixer beside one is none."""
     sizes = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "head_dim": 8}
     heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "global_head_dim": 8, "num_global_key_value_heads": 1}
@@ -235,9 +235,9 @@ def test_a_feed_forward_part_is_no_site_where_the_layer_adds_up_several():
         "gemma4_text", **sizes, **heads, **moe, layer_types=kinds, hidden_size_per_layer_input=0
     )
     host = transformers.AutoModelForCausalLM.from_config(config).eval()
-    with pytest.raises(NotSupportedHost, match=r"has experts beside mlp, and adds up .*\. Read resid_post\.1"):
+    with pytest.raises(UnsupportedModel, match=r"has experts besides mlp and adds up .*\. Read resid_post\.1"):
         abilities.Abilities(host).check_streams(["resid_post.0", "mlp_out.1"])
-    with pytest.raises(NotSupportedHost, match="has experts beside mlp"):
+    with pytest.raises(UnsupportedModel, match="has experts besides mlp"):
         StateReader(host, make_tokenizer(), ["mlp_out.0"], Reading())
     abilities.Abilities(host).check_streams(["resid_post.1", "attn_out.1"])
     for name, second in (("feed_forward", torch.nn.Linear(16, 16)), ("twin", "mlp"), ("twins", "mlps")):
@@ -245,12 +245,12 @@ def test_a_feed_forward_part_is_no_site_where_the_layer_adds_up_several():
         mlp = host.model.layers[0].mlp
         part = {"mlp": mlp, "mlps": torch.nn.ModuleList([mlp])}[second] if isinstance(second, str) else second
         host.model.layers[0].add_module(name, copy.deepcopy(part))
-        with pytest.raises(NotSupportedHost, match=f"has {name} beside mlp"):
+        with pytest.raises(UnsupportedModel, match=f"has {name} besides mlp"):
             abilities.Abilities(host).check_streams(["mlp_out.0"])
         abilities.Abilities(host).check_streams(["mlp_out.1"])
 
 
-def test_trying_leaves_no_trace_and_hears_nothing_of_its_surroundings(monkeypatch):
+def test_capability_check_leaves_no_trace_and_ignores_its_surroundings(monkeypatch):
     model = host_of("recurrent_gemma")
 
     def states():
@@ -266,7 +266,7 @@ def test_trying_leaves_no_trace_and_hears_nothing_of_its_surroundings(monkeypatc
         with torch.autocast("cpu", dtype=torch.bfloat16), torch.inference_mode(), torch.device("meta"):
             tried = abilities.Abilities(model)
             tried.check_generate({"steps", "no cache"})
-            with pytest.raises(NotSupportedDecoding, match="use_cache=False, or num_beams=1"):
+            with pytest.raises(UnsupportedDecoding, match="use_cache=False, or num_beams=1"):
                 tried.check_generate({"steps", "beams"})
     finally:
         torch.set_default_dtype(dtype)
@@ -286,7 +286,7 @@ def draws():
     ]
 
 
-def test_every_draw_of_a_twin_is_its_own():
+def test_random_draws_of_a_twin_do_not_depend_on_the_global_state():
     before = torch.random.get_rng_state()
     with own_randomness(3):
         first = draws()
@@ -296,19 +296,19 @@ def test_every_draw_of_a_twin_is_its_own():
     assert not torch.equal(first[0], torch.rand(4))
 
 
-def test_without_a_twin_a_host_that_keeps_a_state_is_refused_what_it_may_not_be_able_to_do(monkeypatch):
+def test_stateful_model_without_a_twin_is_refused_untested_modes(monkeypatch):
     model = host_of("mamba2")
     monkeypatch.setattr(abilities, "shrunken", lambda *given: 1 / 0)
     monkeypatch.setattr(abilities, "_BY_MODEL", type(abilities._BY_MODEL)())
     tried = abilities.Abilities(model)
     tried.check_generate({"steps", "padded"})
     tried.check_streams(["resid_post.0"])
-    with pytest.raises(NotSupportedDecoding, match="no tiny copy of it could be made"):
+    with pytest.raises(UnsupportedDecoding, match="no tiny copy of it could be made"):
         tried.check_generate({"steps", "beams"})
     abilities.Abilities(host_of("llama")).check_generate({"steps", "beams", "turn"})
 
 
-def test_a_small_configuration_has_every_kind_of_layer():
+def test_small_configuration_has_every_kind_of_layer():
     from transformers import Gemma3TextConfig, JambaConfig, Zamba2Config
 
     small = shrunken(Gemma3TextConfig())
@@ -331,7 +331,7 @@ def test_a_small_configuration_has_every_kind_of_layer():
 
 
 @pytest.mark.parametrize("heads", [(2, 8, 16), (4, 16, 16), (1, 4, 16)], ids="{0[0]} times".format)
-def test_a_small_configuration_of_mamba2_has_heads_that_fit(heads):
+def test_small_mamba2_configuration_has_matching_heads(heads):
     expand, n_heads, head = heads
     config = transformers.Mamba2Config(
         hidden_size=64, expand=expand, num_heads=n_heads, head_dim=head, n_groups=1, state_size=8
@@ -341,7 +341,7 @@ def test_a_small_configuration_of_mamba2_has_heads_that_fit(heads):
     twin(transformers.Mamba2ForCausalLM, small)
 
 
-def test_what_goes_wrong_beyond_a_window_is_refused_where_the_window_will_be_crossed(tmp_path):
+def test_error_beyond_a_window_is_refused_if_the_window_will_be_crossed(tmp_path):
     from transformers import GPTNeoConfig, GPTNeoForCausalLM
 
     sizes = {"hidden_size": 16, "num_layers": 2, "num_heads": 2, "vocab_size": 97, "initializer_range": 0.5}
@@ -356,20 +356,20 @@ def test_what_goes_wrong_beyond_a_window_is_refused_where_the_window_will_be_cro
         assert wrong == (n_new == 16)
         with manager.attach(model):
             if wrong:
-                with pytest.raises(NotSupportedDecoding, match="a static cache is not supported for GPTNeoForCausalLM"):
+                with pytest.raises(UnsupportedDecoding, match="a static cache is not supported for GPTNeoForCausalLM"):
                     model.generate(ids, max_new_tokens=n_new, **options)
             else:
                 model.generate(ids, max_new_tokens=n_new, **options)
 
 
-def test_only_a_cache_that_holds_something_is_a_second_turn(tmp_path):
+def test_empty_cache_is_not_a_second_turn(tmp_path):
     model, ids = host_of("jamba"), torch.tensor([[1, 44, 3, 17, 8]])
     with manager_of(model, tmp_path).attach(model) as run:
         out = model.generate(ids, past_key_values=DynamicCache(config=model.config), max_new_tokens=3, do_sample=False)
     assert run.result(out).coverage.n_unseen == 1
 
 
-def test_a_host_that_needs_sound_is_refused_by_name(tmp_path):
+def test_model_with_its_own_generate_is_refused_by_name(tmp_path):
     from transformers import WhisperConfig, WhisperForConditionalGeneration
 
     sizes = {f"{side}_{what}": n for side in ("encoder", "decoder") for what, n in LAYER.items()}
@@ -378,12 +378,12 @@ def test_a_host_that_needs_sound_is_refused_by_name(tmp_path):
     model = WhisperForConditionalGeneration(config).eval()
     with (
         manager_of(model, tmp_path).attach(model),
-        pytest.raises(NotSupportedDecoding, match="WhisperForConditionalGeneration has a generate"),
+        pytest.raises(UnsupportedDecoding, match="WhisperForConditionalGeneration has its own generate"),
     ):
         model.generate(torch.randn(1, 8, 100), max_new_tokens=3)
 
 
-def test_a_host_whose_answer_depends_on_what_it_read_before_is_read_no_corpora():
+def test_model_that_depends_on_earlier_inputs_is_refused_for_corpora():
     from transformers import BigBirdConfig, BigBirdForCausalLM
 
     sizes = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "num_hidden_layers": 2}
@@ -394,14 +394,14 @@ def test_a_host_whose_answer_depends_on_what_it_read_before_is_read_no_corpora()
         first, _, again = (model(ids, use_cache=False).logits for ids in (long, long[:, :5], long))
         if kind == "block_sparse":
             assert (first - again).abs().max() > 1e-2
-            with pytest.raises(NotSupportedHost, match="depends on what it read before"):
+            with pytest.raises(UnsupportedModel, match="depends on what it read before"):
                 StateReader(model, make_tokenizer(), ["resid_post.0"], Reading())
         else:
             assert torch.equal(first, again)
             StateReader(model, make_tokenizer(), ["resid_post.0"], Reading())
 
 
-def test_padding_is_refused_where_the_embedding_of_padding_matters():
+def test_padding_is_refused_if_its_embedding_matters():
     """A fresh host's is zero, and hides what padding does; that of a trained one need not be."""
     for name, wrong in (("recurrent_gemma", True), ("mamba", False), ("llama", False)):
         model = host_of(name)
@@ -413,14 +413,14 @@ def test_padding_is_refused_where_the_embedding_of_padding_matters():
         alone, beside = (model.generate(x, attention_mask=(x != 0).long(), **options).logits[0] for x in (ids, padded))
         assert ((alone - beside).abs().max() / alone.abs().max() > 1e-2) == wrong, name
         if wrong:
-            with pytest.raises(NotSupportedDecoding, match="a left-padded batch is not supported for Recurrent"):
+            with pytest.raises(UnsupportedDecoding, match="a left-padded batch is not supported for Recurrent"):
                 abilities.Abilities(model).check_generate({"padded"})
         else:
             abilities.Abilities(model).check_generate({"padded"})
 
 
 @pytest.mark.parametrize("use_bias", [False, True])
-def test_padding_is_refused_where_a_bias_lets_it_into_the_convolution(use_bias):
+def test_padding_is_refused_if_a_bias_lets_it_into_the_convolution(use_bias):
     """It shows in the prompt alone: what is generated comes after as many tokens as the convolution remembers."""
     config = transformers.Mamba2Config(
         vocab_size=61, hidden_size=16, num_hidden_layers=2, num_heads=4, head_dim=8, n_groups=2, state_size=6,
@@ -438,19 +438,19 @@ def test_padding_is_refused_where_a_bias_lets_it_into_the_convolution(use_bias):
         alone, beside = (model(x, attention_mask=(x != 0).long()).logits[0, -3:] for x in (ids, padded))
     assert ((alone - beside).abs().max() > 0.05 * alone.abs().max()) == use_bias
     if use_bias:
-        with pytest.raises(NotSupportedDecoding, match="padding before its tokens is not supported for Mamba2"):
+        with pytest.raises(UnsupportedDecoding, match="padding before its tokens is not supported for Mamba2"):
             abilities.Abilities(model).check_generate({"padded"})
     else:
         abilities.Abilities(model).check_generate({"padded"})
 
 
-def test_padding_is_refused_where_answers_depend_on_the_cut_too():
-    with pytest.raises(NotSupportedDecoding, match="left-padded batch is not supported for Doge"):
+def test_padding_is_refused_even_if_outputs_depend_on_later_tokens():
+    with pytest.raises(UnsupportedDecoding, match="left-padded batch is not supported for Doge"):
         abilities.Abilities(host_of("doge")).check_generate({"padded"}, 30)
     abilities.Abilities(host_of("doge")).check_generate({"steps", "beams"}, 30)  # as it runs
 
 
-def test_attention_that_chooses_so_many_tokens_is_tried_beyond_them():
+def test_sparse_attention_is_tested_beyond_its_number_of_tokens():
     """With two heads many choices are ties, which fall out by how long the row is."""
     config = host_of("deepseek_v32").config
     config.index_topk, config.index_n_heads = 16, 2
@@ -465,7 +465,7 @@ def test_attention_that_chooses_so_many_tokens_is_tried_beyond_them():
     assert abilities.Abilities(model).takes_padding(12) and not abilities.Abilities(model).takes_padding(40)
 
 
-def test_padding_of_a_decoders_prompt_is_refused_where_it_is_counted(tmp_path):
+def test_decoder_prompt_padding_is_refused_if_the_model_counts_it(tmp_path):
     prompt = {"decoder_input_ids": torch.tensor([[0, 0, 9, 8], [3, 4, 9, 8]]), "max_new_tokens": 2, "do_sample": False}
     prompt["decoder_attention_mask"] = (prompt["decoder_input_ids"] != 0).long()
     ids = torch.tensor([[1, 44, 3, 17, 8], [5, 9, 13, 7, 21]])
@@ -473,13 +473,13 @@ def test_padding_of_a_decoders_prompt_is_refused_where_it_is_counted(tmp_path):
     bart = transformers.BartForConditionalGeneration(transformers.BartConfig(vocab_size=97, d_model=16, **sizes)).eval()
     with (
         manager_of(bart, tmp_path / "bart").attach(bart),
-        pytest.raises(NotSupportedDecoding, match="decoder_input_ids is not supported for Bart"),
+        pytest.raises(UnsupportedDecoding, match="decoder_input_ids is not supported for Bart"),
     ):
         bart.generate(ids, **prompt)
     t5 = host_of("t5")  # by relative positions: those of what comes after the padding
     with manager_of(t5, tmp_path / "t5").attach(t5):
         t5.generate(ids, decoder_start_token_id=0, **prompt)
-        with pytest.raises(NotSupportedDecoding, match="masked columns between decoder_input_ids"):
+        with pytest.raises(UnsupportedDecoding, match="masked columns between decoder_input_ids"):
             t5.generate(ids, decoder_start_token_id=1, **prompt)
 
 

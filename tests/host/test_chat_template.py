@@ -1,4 +1,4 @@
-"""Chats are rendered in one place, in the form that a template takes; what none takes is refused by name."""
+"""Chats are rendered in one place, in the form that the template takes; what it drops is refused by name."""
 
 import ast
 from datetime import date
@@ -39,17 +39,17 @@ def chat(*turns):
         (THINKS, chat(("user", "Hi"), ("assistant", "<think>So.</think>Yes.")), None),
     ],
 )
-def test_what_changes_nothing_in_the_text_is_found(template, messages, lost):
+def test_message_parts_that_do_not_change_the_text_are_found(template, messages, lost):
     written = Environment().from_string(template)
     assert left_out(lambda chat: written.render(messages=list(chat)), messages) == lost
 
 
-def test_a_template_that_raises_has_looked():
+def test_template_that_raises_on_a_change_counts_as_reading_it():
     written = Environment().from_string(STRICT)
     assert left_out(lambda chat: written.render(messages=list(chat)), chat(("user", "Hi"))) is None
 
 
-def test_commands_streams_and_rows_of_adapters_are_refused_what_the_model_would_not_read():
+def test_command_stream_and_training_refuse_what_the_template_drops():
     tokenizer = make_tokenizer()
     tokenizer.chat_template = ALL
     assert chat_messages(tokenizer, "Hi", "Be brief.")[0]["content"] == "Be brief."
@@ -68,7 +68,7 @@ def test_commands_streams_and_rows_of_adapters_are_refused_what_the_model_would_
     assert make_lesson({"messages": messages[1:]}, "row 3", tokenizer).n_labels
 
 
-def test_no_other_module_runs_a_chat_template():
+def test_only_one_module_applies_chat_templates():
     package = Path(probemon.__file__).parent
     users = {
         path.relative_to(package).as_posix()
@@ -122,7 +122,7 @@ def rendered(template, messages, **options):
         (ITEMS, "", "[add ]"),
     ],
 )
-def test_arguments_of_tool_calls_are_written_once(template, arguments, written):
+def test_tool_call_arguments_are_written_once(template, arguments, written):
     assert written in rendered(template, called(arguments)).text
     both = called({"z": 1}, arguments)
     if isinstance(arguments, str) and template in (AS_JSON, EITHER):  # beside a call of another form
@@ -134,7 +134,7 @@ def test_arguments_of_tool_calls_are_written_once(template, arguments, written):
     [
         (AS_JSON, "null", r"messages\[1\]\.tool_calls\[0\]\.function\.arguments escaped once more"),
         (AS_JSON, '{"a":', r"messages\[1\]\.tool_calls\[0\]\.function\.arguments escaped once more"),
-        (ITEMS, "[]", r"only objects, and messages\[1\]\.tool_calls\[0\]\.function\.arguments is no JSON object"),
+        (ITEMS, "[]", r"only objects, and messages\[1\]\.tool_calls\[0\]\.function\.arguments is not a JSON object"),
         (WITHOUT, '{"a":2}', r"messages\[1\]\.tool_calls\[0\]\.function\.arguments left out"),
         (USERS, '{"a":2}', r"leaves out tool_calls of messages\[1\], with the role 'assistant'"),
     ],
@@ -156,7 +156,7 @@ def test_arguments_that_a_template_cannot_write_are_refused_by_name(template, ar
         "{% endif %}{% endfor %}",  # all but "", which leaves the calls out
     ],
 )
-def test_content_that_says_nothing_is_given_as_the_template_takes_it(template, content):
+def test_empty_content_is_given_in_the_form_the_template_takes(template, content):
     messages = called('{"a": 2}', content=content)
     if content is ...:
         del messages[1]["content"]
@@ -168,12 +168,12 @@ def test_content_that_says_nothing_is_given_as_the_template_takes_it(template, c
     ("template", "role"),
     [(ALL, "system"), ("{# developer #}" + ALL, "developer"), (NO_SYSTEM.replace("system", "developer"), "system")],
 )
-def test_a_developer_is_the_system_where_the_template_knows_none(template, role):
+def test_developer_role_becomes_system_if_the_template_needs_it(template, role):
     text = rendered(template, chat(("developer", "Be brief."), ("user", "Hi"))).text
     assert text.startswith(f"{role}: Be brief.")
 
 
-def test_texts_are_given_as_parts_where_the_template_wants_them():
+def test_text_is_given_as_parts_if_the_template_needs_them():
     parts = "{% for m in messages %}{{ m.role }}: {% for p in m.content %}{{ p.text }}{% endfor %}\n{% endfor %}"
     said = [{"role": "user", "content": [{"type": "text", "text": "Hi"}, {"type": "text", "text": " you"}]}]
     for template, form in ((parts, [{"type": "text", "text": "Hi you"}]), (ALL, "Hi you")):
@@ -181,7 +181,7 @@ def test_texts_are_given_as_parts_where_the_template_wants_them():
         assert found.text.strip() == "user: Hi you" and found.messages[0]["content"] == form
 
 
-def test_a_refusal_names_the_message_that_the_template_stops_at():
+def test_refusal_names_the_message_at_which_the_template_stops():
     template = (
         "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no  tools\nhere') }}{% endif %}"
         "{{ m.content }}{% endfor %}"
@@ -198,7 +198,7 @@ def test_a_refusal_names_the_message_that_the_template_stops_at():
 
 
 @pytest.mark.parametrize("day", [date(2025, 1, 1), date(2024, 2, 29), date(2031, 12, 9)])
-def test_a_stated_date_is_what_the_template_is_told(day):
+def test_template_sees_the_stated_date(day):
     formats = ["%d %b %Y", "%Y-%m-%d", "%A, %B %-d, %y", "100%% of %j", "%H:%M", "%x"]
     template = "  {% if strftime_now is defined %}" + "|".join("{{ strftime_now('" + one + "') }}" for one in formats)
     found = rendered(template + "{% endif %}\n{{ messages[0].content }}", chat(("user", "Hi")), date=day.isoformat())
@@ -207,7 +207,7 @@ def test_a_stated_date_is_what_the_template_is_told(day):
     assert rendered(in_macros, chat(("user", "Hi")), date=day.isoformat()).text == f"{day.year}Hi"
 
 
-def test_a_date_changes_nothing_else_of_a_template():
+def test_stated_date_changes_nothing_else_in_the_text():
     unread = "\n  {% if false %}{{ strftime_now('%Y') }}{% endif %}\n x {{ messages[0].content }}\n"
     now, stated = (rendered(unread, chat(("user", "Hi")), date=day) for day in (None, "2025-01-01"))
     assert now.text == stated.text and not stated.reads_date
@@ -223,7 +223,7 @@ def test_a_date_changes_nothing_else_of_a_template():
         ({"role": "tool", "content": "1", "tool_call_id": "\udcff"}, "tool_call_id"),
     ],
 )
-def test_text_that_no_utf8_holds_is_refused_by_name(message, part):
+def test_invalid_unicode_is_refused_by_name(message, part):
     """As of bytes on a command line that the locale does not decode."""
     with pytest.raises(ChatRefused, match=rf"messages\[1\] has a {part} that is not valid Unicode"):
         rendered(ALL, [{"role": "user", "content": "a"}, message])
@@ -234,12 +234,12 @@ def test_text_that_no_utf8_holds_is_refused_by_name(message, part):
 @pytest.mark.parametrize(
     "said", [{"content": None, "refusal": "I cannot."}, {"content": "I cannot.", "refusal": "No."}]
 )
-def test_a_refusal_is_what_an_assistant_said(said):
+def test_refusal_is_rendered_as_the_assistants_content(said):
     chat = rendered(ALL, [{"role": "user", "content": "Go"}, {"role": "assistant", **said}])
     assert chat.text == "user: Go\nassistant: I cannot.\n"
 
 
-def test_a_call_of_a_function_is_given_as_a_tool_call():
+def test_function_call_is_rendered_as_a_tool_call():
     call = {"name": "add", "arguments": '{"a": 2}'}
     template = (
         "{% for m in messages %}{{ m.role }}{% for c in m.tool_calls or [] %}{{ c.function | tojson }}{% endfor %}"
@@ -263,12 +263,12 @@ LONG = "Answer in one short sentence, whatever you are asked for."
         ),
     ],
 )
-def test_parts_that_are_written_as_code_are_no_way_around_a_refusal(template, reason):
+def test_text_in_a_code_like_part_does_not_hide_dropped_content(template, reason):
     with pytest.raises(ChatRefused, match=reason):
         rendered(template, chat(("system", LONG), ("user", "Hi there, how do you do today, my dear?")))
 
 
-def test_a_message_that_is_dropped_is_not_excused_by_another_one_like_it():
+def test_repeated_message_does_not_hide_a_dropped_one():
     once = "{% if messages[0].role == 'system' %}{{ messages[0].content }}{% endif %}"
     template = once + "{% for m in messages if m.role != 'system' %}{{ m.content }}{% endfor %}"
     with pytest.raises(ChatRefused, match=r"leaves out content of messages\[2\], with the role 'system'"):
@@ -284,7 +284,7 @@ def test_a_message_that_is_dropped_is_not_excused_by_another_one_like_it():
         ([{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}], r"messages\[0\] has a content"),
     ],
 )
-def test_a_stream_is_refused_what_is_no_chat_of_texts(messages, reason):
+def test_stream_refuses_messages_that_are_not_text(messages, reason):
     tokenizer = make_tokenizer()
     tokenizer.chat_template = ALL
     with pytest.raises(ConfigError, match=reason):

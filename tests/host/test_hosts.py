@@ -1,6 +1,4 @@
-"""Hosts that are no plain decoder: encoder-decoders from their start token on, wrappers, layers that are found or
-refused.
-"""
+"""Models other than plain decoders: encoder-decoders, wrappers, adapters, and layers in unusual places."""
 
 import peft
 import pytest
@@ -11,9 +9,9 @@ from transformers import AutoConfig, AutoModel, AutoModelForSeq2SeqLM, DynamicCa
 from arrangements import manager_for
 from conftest import LAYERS, PAD, make_model
 from oracle import check
-from probemon.errors import NotSupportedDecoding, NotSupportedHost
+from probemon.errors import UnsupportedDecoding, UnsupportedModel
 from probemon.host.fingerprint import fingerprint
-from probemon.host.model import find_layers, host_state, unwrap
+from probemon.host.model import find_layers, model_state, unwrap
 
 ENCODED = torch.tensor([[1, 5, 9, 13, 7], [1, 44, 3, PAD, PAD]])
 GREEDY = {
@@ -54,7 +52,7 @@ def t5():
     ],
     ids=str,
 )
-def test_decoder_tokens_of_an_encoder_decoder(t5, options, tmp_path):
+def test_decoder_tokens_of_an_encoder_decoder_are_scored_exactly(t5, options, tmp_path):
     manager = manager_for(t5, tmp_path)
     given = {key: torch.tensor(value) if isinstance(value, list) else value for key, value in options.items()}
     with manager.attach(t5) as run:
@@ -74,7 +72,7 @@ def test_decoder_tokens_of_an_encoder_decoder(t5, options, tmp_path):
         )
 
 
-def test_padded_decoder_prompts(t5, tmp_path):
+def test_decoder_prompt_padding_follows_the_decoders_own_mask(t5, tmp_path):
     """What is padding is told by the decoder's own mask, not by the encoder's."""
     manager = manager_for(t5, tmp_path)
     ids, mask = torch.tensor([[PAD, 60, 31], [60, 32, 33]]), torch.tensor([[0, 1, 1], [1, 1, 1]])
@@ -95,13 +93,13 @@ def test_padded_decoder_prompts(t5, tmp_path):
         )
 
 
-def test_encoder_alone_is_not_watched_and_its_modes_are_refused(t5, tmp_path):
+def test_encoder_is_not_watched_and_unsupported_modes_are_refused(t5, tmp_path):
     manager = manager_for(t5, tmp_path)
     with manager.attach(t5) as run:
         t5.get_encoder()(ENCODED)
-        with pytest.raises(NotSupportedDecoding, match="chunked prefill of an encoder-decoder"):
+        with pytest.raises(UnsupportedDecoding, match="chunked prefill of an encoder-decoder"):
             t5.generate(ENCODED, **GREEDY, prefill_chunk_size=2)
-        with pytest.raises(NotSupportedDecoding, match="DynamicCache"):
+        with pytest.raises(UnsupportedDecoding, match="DynamicCache"):
             t5.generate(ENCODED, **GREEDY, past_key_values=DynamicCache())
         out = t5.generate(ENCODED, **GREEDY, past_key_values=EncoderDecoderCache(DynamicCache(), DynamicCache()))
     assert len(run.recordings) == 1 and run.result(out).coverage.n_unseen == 2
@@ -124,7 +122,7 @@ def test_plain_forward_of_an_encoder_decoder_is_a_document(t5, tmp_path):
         ("llama", "layers"),
     ],
 )
-def test_layers_are_found_wherever_they_stand(name, layers):
+def test_layers_are_found_in_every_architecture(name, layers):
     sizes = {
         "vocab_size": 61,
         "num_hidden_layers": 4,
@@ -144,12 +142,12 @@ def test_layers_are_found_wherever_they_stand(name, layers):
 def test_ambiguous_layers_are_refused():
     model = make_model()
     model.model.others = nn.ModuleList([nn.Identity() for _ in range(LAYERS)])
-    with pytest.raises(NotSupportedHost, match="one list of 3 layers in LlamaModel, found 2"):
+    with pytest.raises(UnsupportedModel, match="one list of 3 layers in LlamaModel, found 2"):
         find_layers(model)
 
 
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
-def test_wrappers_are_seen_through_and_adapters_do_not_change_the_fingerprint():
+def test_wrappers_are_unwrapped_and_adapters_keep_the_fingerprint():
     from peft import LoraConfig, get_peft_model
 
     model = make_model()
@@ -159,12 +157,12 @@ def test_wrappers_are_seen_through_and_adapters_do_not_change_the_fingerprint():
     )
     wrapped = torch.compile(adapted, backend="eager")
     assert unwrap(wrapped) is model and fingerprint(model) == before
-    assert host_state(model).adapters == ("one",) and host_state(model).adapters_merged == ()
+    assert model_state(model).adapters == ("one",) and model_state(model).adapters_merged == ()
     adapted.merge_adapter()
-    assert fingerprint(model) != before and host_state(model).adapters_merged == ("one",)
+    assert fingerprint(model) != before and model_state(model).adapters_merged == ("one",)
 
 
-def test_offloaded_weights_have_their_own_fingerprint(tmp_path):
+def test_offloading_keeps_the_fingerprint(tmp_path):
     from accelerate import cpu_offload
 
     model = make_model()
@@ -174,11 +172,11 @@ def test_offloaded_weights_have_their_own_fingerprint(tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:torch.quantize_per_tensor")
-def test_modules_whose_weights_are_no_parameters_are_told_as_quantised():
+def test_modules_with_packed_weights_are_reported_as_quantised():
     model = make_model()
-    assert host_state(model).quantisation == ""
+    assert model_state(model).quantisation == ""
     quantised = torch.ao.quantization.quantize_dynamic(model, {nn.Linear}, dtype=torch.qint8)
-    assert host_state(quantised).quantisation == "DynamicQuantizedLinear"
+    assert model_state(quantised).quantisation == "DynamicQuantizedLinear"
 
 
 class Two:
@@ -253,41 +251,41 @@ KINDS = {"LoRA": {}, "DoRA": {"use_dora": True}, "other targets": {"targets": ((
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("steps", STEPS.values(), ids=STEPS)
 @pytest.mark.parametrize("options", KINDS.values(), ids=KINDS)
-def test_adapters_that_a_state_names_are_those_that_ran(options, steps):
+def test_model_state_names_the_adapters_that_ran(options, steps):
     """The oracle is what the model answers: where some are merged, PEFT runs these alone in that layer."""
     two = Two(**options)
     for name, *arguments in steps:
         getattr(two, name)(*arguments)
     if ("scale", "A", 0.0) in steps:  # a DoRA's magnitude acts still
-        state = host_state(two.model.get_base_model())
+        state = model_state(two.model.get_base_model())
         assert state.adapters == ("A", "B") and ("A", 0.0) in state.adapter_scales
         return
     ran = two.ran()
-    state = host_state(two.model.get_base_model())
+    state = model_state(two.model.get_base_model())
     assert state.adapters == ran and {name for name, _ in state.adapter_scales} == set(ran)
     assert set(state.adapters_merged) <= set(ran) and not set(state.adapters_disabled) & set(ran)
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_a_module_that_an_adapter_saved_whole_runs_beside_a_merged_one():
+def test_fully_saved_module_of_an_adapter_runs_along_with_a_merged_one():
     two = Two(modules_to_save=["down_proj"])
     two.active("B")
-    assert (two.ran(), host_state(two.model.get_base_model()).adapters) == (("B",), ("B",))
+    assert (two.ran(), model_state(two.model.get_base_model()).adapters) == (("B",), ("B",))
     two.merge("A")  # B's own down_proj runs still
-    state = host_state(two.model.get_base_model())
+    state = model_state(two.model.get_base_model())
     assert state.adapters == ("A", "B") and state.adapters_merged == ("A",)
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_adapters_that_are_deleted_weighted_or_off_in_some_layers_are_named_as_they_run():
+def test_deleted_weighted_or_partly_disabled_adapters_are_named_as_they_run():
     two = Two()
     two.model.add_weighted_adapter(["A", "A"], [0.5, 0.5], "W", combination_type="linear")
     two.active("W")
-    assert host_state(two.model.get_base_model()).adapters == ("W",)
+    assert model_state(two.model.get_base_model()).adapters == ("W",)
     two.model.delete_adapter("W")
-    assert host_state(two.model.get_base_model()).adapters == two.ran() != ("W",)
+    assert model_state(two.model.get_base_model()).adapters == two.ran() != ("W",)
     two.active("A", "B")
     layers = [module for module in two.model.modules() if hasattr(module, "base_layer")]
     layers[0].enable_adapters(False)
-    state = host_state(two.model.get_base_model())
+    state = model_state(two.model.get_base_model())
     assert state.adapters == ("A", "B") and state.adapters_disabled == ()

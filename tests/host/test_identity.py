@@ -1,6 +1,4 @@
-"""Whether a host is what it was, and the one that a pack was made on: weights, settings, and what is on it beside, by
-value and not by name.
-"""
+"""A model's identity depends on the values of its weights, settings and adapters, and not on their names."""
 
 import copy
 import warnings
@@ -25,12 +23,12 @@ from transformers import (
 from conftest import make_model, make_pack
 from probemon.adapters.bem import BemConfig, attach_bem
 from probemon.adapters.ltm import LtmConfig, LtmForCausalLM, attach_memory
-from probemon.errors import HostMismatch
+from probemon.errors import ModelMismatch
 from probemon.host import fingerprint as fingerprints
-from probemon.host.changes import HostMarks
-from probemon.host.compatibility import check_host, host_problems
+from probemon.host.changes import ModelMarks
+from probemon.host.compatibility import check_host, model_problems
 from probemon.host.fingerprint import fingerprint
-from probemon.host.identity import changed, host_identity, stated_host
+from probemon.host.identity import changed, manifest_host, model_identity
 from probemon.host.model import unwrap
 from probemon.packs.group import PackGroup
 
@@ -65,12 +63,12 @@ def memory(seed):
 
 
 @pytest.mark.parametrize("put_on", [lora, bem, memory])
-def test_another_adapter_of_the_same_name_is_another_host(put_on):
+def test_adapter_with_other_weights_changes_the_identity(put_on):
     (first, _on), (same, _same), (other, _other) = put_on(1), put_on(1), put_on(2)
-    assert host_identity(first) == host_identity(same)
-    [difference] = changed(host_identity(first), host_identity(other))
+    assert model_identity(first) == model_identity(same)
+    [difference] = changed(model_identity(first), model_identity(other))
     assert difference.startswith("the weights of its adapters were adapter-sums:")
-    [adapters] = changed(host_identity(make_model()), host_identity(first))
+    [adapters] = changed(model_identity(make_model()), model_identity(first))
     assert adapters.startswith("its adapters were none, now ")
 
 
@@ -95,7 +93,7 @@ TARGETS = {"target_modules": ["q_proj", "v_proj"]}
     ],
 )
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # PEFT asks by an older name
-def test_an_adapter_of_the_same_tensors_and_other_settings_is_another(one, other, tmp_path):
+def test_adapter_with_other_settings_changes_the_identity(one, other, tmp_path):
     """Of seeds and scales no tensor tells. An adapter that is saved and loaded is the same."""
     first, second = of_settings(one), of_settings(other)
     tensors = dict(first.named_parameters())
@@ -105,62 +103,62 @@ def test_an_adapter_of_the_same_tensors_and_other_settings_is_another(one, other
                 tensor.add_(torch.randn_like(tensor) * 0.2)
         for name, tensor in second.named_parameters():
             tensor.copy_(tensors[name])
-    assert changed(host_identity(first), host_identity(second))
+    assert changed(model_identity(first), model_identity(second))
     first.save_pretrained(tmp_path)
     again = peft.PeftModel.from_pretrained(make_model(), tmp_path).eval()
-    assert not changed(host_identity(first), host_identity(again))
-    assert stated_host(first, "m") == stated_host(again, "m") != stated_host(second, "m")
+    assert not changed(model_identity(first), model_identity(again))
+    assert manifest_host(first, "m") == manifest_host(again, "m") != manifest_host(second, "m")
 
 
-def test_adapters_that_are_off_and_another_dtype_do_not_count():
+def test_inactive_adapters_do_not_change_the_identity():
     model, _ = lora(1)
-    before = host_identity(model)
-    assert host_identity(unwrap(model)) == before
+    before = model_identity(model)
+    assert model_identity(unwrap(model)) == before
     model.add_adapter("beside", peft.LoraConfig(r=2, target_modules=["q_proj", "o_proj"], init_lora_weights=False))
-    assert host_identity(model) == before
-    half = host_identity(model.to(torch.bfloat16))
+    assert model_identity(model) == before
+    half = model_identity(model.to(torch.bfloat16))
     assert changed(before, half) == ["its dtype was float32, now bfloat16"]
     model.set_adapter("beside")
-    assert host_identity(model)["adapter_weights"] != before["adapter_weights"]
+    assert model_identity(model)["adapter_weights"] != before["adapter_weights"]
 
 
-def test_a_memory_that_adds_nothing_or_is_off_is_no_part_of_the_host():
-    bare = host_identity(make_model())
+def test_inactive_memory_does_not_change_the_identity():
+    bare = model_identity(make_model())
     model, on = memory(1)
     with on:
-        assert host_identity(model) != bare
+        assert model_identity(model) != bare
         on.memory.closed = True
-        assert host_identity(model) == bare
-    assert host_identity(model) == bare
+        assert model_identity(model) == bare
+    assert model_identity(model) == bare
 
 
-def test_a_memory_of_the_hosts_own_that_is_closed_makes_another_host():
+def test_closing_a_built_in_memory_changes_the_identity():
     torch.manual_seed(0)
     model = LtmForCausalLM(LtmConfig()).eval()
-    marks, before = HostMarks(model), host_identity(model)
+    marks, before = ModelMarks(model), model_identity(model)
     mark = marks.now()
     assert not marks.now().differs(mark)
     [held] = model.memories.values()
     held.closed = True
     assert marks.now().differs(mark)
-    assert changed(before, host_identity(model)) == ["its adapters were none, now closed memory"]
+    assert changed(before, model_identity(model)) == ["its adapters were none, now closed memory"]
 
 
 @pytest.mark.parametrize("put_on", [lora, bem, memory])
-def test_a_pack_tells_another_adapter_of_the_same_name(put_on, tmp_path):
+def test_pack_detects_another_adapter_of_the_same_name(put_on, tmp_path):
     (first, _on), (same, _same), (other, _other) = put_on(1), put_on(1), put_on(2)
-    pack = make_pack(tmp_path / "pack", make_model(), host=stated_host(first, "tiny"))
-    assert host_problems(pack, same, strict=True) == host_problems(pack, first, strict=True) == []
-    with pytest.raises(HostMismatch, match=r"others of these names \(adapter-sums:"):
+    pack = make_pack(tmp_path / "pack", make_model(), host=manifest_host(first, "tiny"))
+    assert model_problems(pack, same, strict=True) == model_problems(pack, first, strict=True) == []
+    with pytest.raises(ModelMismatch, match=r"others of these names \(adapter-sums:"):
         check_host(pack, other, strict=True)
     with pytest.warns(UserWarning, match="others of these names"):
         check_host(pack, other, strict=False)
-    with pytest.raises(HostMismatch, match=r"adapters \[\] are active"):
+    with pytest.raises(ModelMismatch, match=r"adapters \[\] are active"):
         check_host(pack, make_model(), strict=True)
     named = {key: value for key, value in pack.manifest["host"].items() if key != "adapter_weights"}
     older = make_pack(tmp_path / "older", make_model(), host=named)
-    assert host_problems(older, other, strict=False) == []
-    [problem] = host_problems(older, other, strict=True)
+    assert model_problems(older, other, strict=False) == []
+    [problem] = model_problems(older, other, strict=True)
     assert "records no weights of the adapters" in problem
 
 
@@ -180,10 +178,10 @@ def with_settings(change):
         ("rms_norm_eps is 0.1", lambda config: setattr(config, "rms_norm_eps", 0.1)),
     ],
 )
-def test_a_pack_tells_other_settings_of_the_same_weights(name, change, tmp_path):
+def test_pack_detects_other_settings_with_the_same_weights(name, change, tmp_path):
     model, other = make_model(), with_settings(change)
-    pack = make_pack(tmp_path / "pack", model, host=stated_host(model, "tiny"))
-    with pytest.raises(HostMismatch, match=name):
+    pack = make_pack(tmp_path / "pack", model, host=manifest_host(model, "tiny"))
+    with pytest.raises(ModelMismatch, match=name):
         check_host(pack, other, strict=True)
     with pytest.warns(UserWarning, match=name):
         check_host(pack, other, strict=False)
@@ -193,8 +191,8 @@ def test_a_pack_tells_other_settings_of_the_same_weights(name, change, tmp_path)
         check_host(pack, model.to(torch.bfloat16), strict=True)
     named = {key: value for key, value in pack.manifest["host"].items() if key != "settings"}
     older = make_pack(tmp_path / "older", model, host=named)
-    assert host_problems(older, other, strict=False) == []
-    with pytest.raises(HostMismatch, match="records no settings of its host"):
+    assert model_problems(older, other, strict=False) == []
+    with pytest.raises(ModelMismatch, match="records no settings of its model"):
         check_host(older, other, strict=True)
 
 
@@ -202,17 +200,17 @@ NAMES = ["tiny-llama", "org/Tiny-Llama", "/models/tiny-llama/", "/hub/models--or
 
 
 @pytest.mark.parametrize("called, same", [*((name, True) for name in NAMES), ("org/other", False), ("/m/base", False)])
-def test_a_pack_of_unknown_weights_is_for_the_model_that_it_names(called, same, tmp_path):
+def test_pack_without_a_fingerprint_checks_the_models_name(called, same, tmp_path):
     model = make_model()
     model.config._name_or_path = model.name_or_path = called
     pack = make_pack(tmp_path / "pack", model, host={"model_id": "my-org/tiny-llama"})
-    problems = host_problems(pack, model, strict=False)
+    problems = model_problems(pack, model, strict=False)
     assert bool(problems) is not same and all(f"this model is called {called}:" in problem for problem in problems)
-    with pytest.raises(HostMismatch, match="records no fingerprint" if same else "this model is called"):
+    with pytest.raises(ModelMismatch, match="records no fingerprint" if same else "this model is called"):
         check_host(pack, model, strict=True)
 
 
-def test_every_value_of_a_host_is_in_its_fingerprint():
+def test_every_weight_value_changes_the_fingerprint():
     """One value of each tensor at a time, anywhere in it; two rows that change places; codes that are no parameters."""
     model, generator = make_model(), torch.Generator().manual_seed(0)
     model.model.layers[1].register_buffer("codes", torch.arange(40, dtype=torch.int32).view(5, 8) << 20)
@@ -249,26 +247,26 @@ def t5gemma(**of_encoder):
 
 
 @pytest.mark.parametrize("make", [bart, t5gemma])
-def test_an_encoder_is_of_its_host_and_heads_are_not(make, tmp_path):
+def test_fingerprint_includes_the_encoder_and_not_the_head(make, tmp_path):
     model, other = make(), make()
     base, encoder = model.base_model, other.get_encoder()
-    pack = make_pack(tmp_path / "pack", model, host=stated_host(model, "tiny"))
+    pack = make_pack(tmp_path / "pack", model, host=manifest_host(model, "tiny"))
     assert fingerprint(model) == fingerprint(base) == fingerprint(other.to(torch.bfloat16))
-    assert host_problems(pack, other, strict=True) == []
+    assert model_problems(pack, other, strict=True) == []
     lora = peft.get_peft_model(make(), peft.LoraConfig(r=2, target_modules=["q_proj"])).eval()
     assert fingerprint(lora) == fingerprint(model)
     with torch.no_grad():
         next(p for p in encoder.layers.parameters() if p.dim() == 2)[1, 2] += 1
-    with pytest.raises(HostMismatch, match="weights are others"):
+    with pytest.raises(ModelMismatch, match="weights are others"):
         check_host(pack, other, strict=True)
 
 
-def test_settings_of_an_encoder_that_has_a_configuration_of_its_own_are_of_its_host(tmp_path):
+def test_settings_of_an_encoder_configuration_change_the_identity(tmp_path):
     model, other = t5gemma(), t5gemma(rms_norm_eps=0.1)
-    pack = make_pack(tmp_path / "pack", model, host=stated_host(model, "tiny"))
-    with pytest.raises(HostMismatch, match=r"encoder.rms_norm_eps is 0.1"):
+    pack = make_pack(tmp_path / "pack", model, host=manifest_host(model, "tiny"))
+    with pytest.raises(ModelMismatch, match=r"encoder.rms_norm_eps is 0.1"):
         check_host(pack, other, strict=True)
-    assert changed(host_identity(model), host_identity(other))
+    assert changed(model_identity(model), model_identity(other))
 
 
 def roberta(padding):
@@ -293,16 +291,16 @@ def xglm(padding):
 
 
 @pytest.mark.parametrize("make", [roberta, xglm])
-def test_where_a_host_counts_positions_from_is_of_it(make, tmp_path):
+def test_position_offset_of_a_model_is_part_of_its_identity(make, tmp_path):
     """What the configuration calls padding once a host is made changes nothing."""
     model, other = make(1), make(2)
     other.load_state_dict(model.state_dict())
-    pack = make_pack(tmp_path / "pack", model, host=stated_host(model, "tiny"))
+    pack = make_pack(tmp_path / "pack", model, host=manifest_host(model, "tiny"))
     model.config.pad_token_id = 2
-    assert host_problems(pack, model, strict=True) == []
+    assert model_problems(pack, model, strict=True) == []
     ids = torch.tensor([[7, 8, 9]])
     assert not torch.allclose(model(ids).logits, other(ids).logits, atol=1e-3)
-    [problem] = host_problems(pack, other, strict=True)
+    [problem] = model_problems(pack, other, strict=True)
     assert "padding_idx is [2] and was [1]" in problem
 
 
@@ -316,15 +314,15 @@ def nllb_moe(**settings):
 @pytest.mark.parametrize(
     "changed_setting", [{"moe_token_dropout": 0.7}, {"normalize_router_prob_before_dropping": True}]
 )
-def test_settings_that_are_called_like_those_of_training_count_where_states_depend_on_them(changed_setting, tmp_path):
+def test_settings_named_like_training_count_if_states_depend_on_them(changed_setting, tmp_path):
     model, other = nllb_moe(), nllb_moe(**changed_setting)
-    pack = make_pack(tmp_path / "pack", model, host=stated_host(model, "tiny"))
-    [problem] = host_problems(pack, other, strict=True)
+    pack = make_pack(tmp_path / "pack", model, host=manifest_host(model, "tiny"))
+    [problem] = model_problems(pack, other, strict=True)
     assert next(iter(changed_setting)) in problem
-    assert host_problems(pack, nllb_moe(dropout=0.7, decoder_layerdrop=0.5), strict=True) == []
+    assert model_problems(pack, nllb_moe(dropout=0.7, decoder_layerdrop=0.5), strict=True) == []
 
 
-def test_a_fingerprint_is_of_values_wherever_they_lie():
+def test_fingerprint_depends_on_values_not_on_storage():
     """Also of a view that begins between eight bytes; against sums over a whole table, filled up, by numpy."""
     host, n = make_model().bfloat16(), 3 * 4096 // 2 + 5
     values = torch.randn(n + 1, generator=torch.Generator().manual_seed(0)).bfloat16()
@@ -338,7 +336,7 @@ def test_a_fingerprint_is_of_values_wherever_they_lie():
         assert sums == f"({n},) ".encode() + np.concatenate([table.sum(axis=0), table.sum(axis=1)]).tobytes()
 
 
-def test_a_fingerprint_copies_no_weight():
+def test_fingerprint_copies_no_weight():
     host = make_model().bfloat16()
     host.model.register_buffer("table", torch.ones((1 << 20) + 5, dtype=torch.bfloat16))
     with torch.profiler.profile(profile_memory=True) as seen:
@@ -347,12 +345,12 @@ def test_a_fingerprint_copies_no_weight():
     assert 4096 <= taken < host.model.table.nbytes / 100
 
 
-def test_weights_are_read_once_for_all_packs_and_not_for_packs_that_state_none(tmp_path, monkeypatch):
+def test_weights_are_read_once_for_all_packs_that_need_them(tmp_path, monkeypatch):
     model, read = make_model(), []
     monkeypatch.setattr("probemon.host.compatibility.fingerprint", lambda host: read.append(host) or fingerprint(host))
     imported = make_pack(tmp_path / "imported", model, name="imported", host={})
-    assert host_problems(imported, model, strict=False) == [] and read == []
+    assert model_problems(imported, model, strict=False) == [] and read == []
     packs = [make_pack(tmp_path / name, model, name=name) for name in ("a", "b")]
     other = make_pack(tmp_path / "c", make_model(seed=1), name="c")
-    problems = host_problems(PackGroup([*packs, imported, other]), model, strict=True)
+    problems = model_problems(PackGroup([*packs, imported, other]), model, strict=True)
     assert read == [model] and [problem.split()[0] for problem in problems] == ["imported", "c"]

@@ -1,6 +1,4 @@
-"""What probemon relies on that its libraries do not promise is there, on the real library: a test a function of
-`probemon.host.internals`. One that fails says what a new version dropped.
-"""
+"""Each undocumented library feature that probemon.host.internals uses exists; a failure names what was dropped."""
 
 import copy
 import weakref
@@ -49,13 +47,13 @@ def owner():
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_wrapper_of_torch_compile_is_taken_off(model):
+def test_torch_compile_wrapper_is_removed(model):
     assert internals.uncompiled(torch.compile(model)) is internals.uncompiled(model) is model, (
         "torch.compile's wrapper: no _orig_mod"
     )
 
 
-def test_a_hook_is_found_while_it_is_there_with_those_that_run_after_it():
+def test_registered_hook_is_found_with_the_hooks_after_it():
     layer, run = nn.Linear(2, 2), []
     handles = [layer.register_forward_hook(lambda *args, n=n: run.append(n)) for n in range(3)]
     before = layer.register_forward_pre_hook(run.append)
@@ -89,7 +87,7 @@ class Keeps(nn.Linear):
         return super().forward(x) * self.kept
 
 
-def test_names_that_methods_assign_are_known_from_their_code():
+def test_attributes_assigned_in_methods_are_found_in_their_code():
     names = internals.names_in_methods(Counts)
     assert {"n_calls", "table"} <= names.assigned and not {"scale", "kept"} & names.assigned
     assert names.mention("scale") and not names.mention("activation")
@@ -98,7 +96,7 @@ def test_names_that_methods_assign_are_known_from_their_code():
     assert internals.keeps_statistics(nn.BatchNorm1d(2)) and not internals.keeps_statistics(nn.LayerNorm(2))
 
 
-def test_frequencies_that_a_dynamic_rope_makes_anew_are_known_by_its_kind():
+def test_rope_kinds_that_recompute_frequencies_are_recognised():
     rope = nn.Module()
     assert internals.remade_frequencies(rope) == []
     for kind, names in {
@@ -113,7 +111,7 @@ def test_frequencies_that_a_dynamic_rope_makes_anew_are_known_by_its_kind():
 
 
 @pytest.mark.parametrize("name", ["_call_impl", "forward", internals.COMPILED_CALL])
-def test_what_a_call_goes_through_is_known_under_shadows(name, stack, owner):
+def test_replaced_call_methods_are_seen_under_our_patches(name, stack, owner):
     layer = nn.Linear(2, 2)
     before = internals.own_methods(layer)
     setattr(layer, name, lambda *args: torch.zeros(1))
@@ -128,7 +126,7 @@ def test_what_a_call_goes_through_is_known_under_shadows(name, stack, owner):
 
 
 @pytest.mark.parametrize("name", [internals.COMPILED_CALL, "forward"])
-def test_compiled_modules_are_known(name):
+def test_compiled_modules_are_recognised(name):
     layer = nn.Linear(2, 2)
     assert internals.compiled_attributes(layer) == []
     if name == "forward":
@@ -139,7 +137,7 @@ def test_compiled_modules_are_known(name):
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_graphs_made_without_hooks_are_forgotten():
+def test_graphs_compiled_without_hooks_are_discarded():
     layer, seen = nn.Linear(2, 2), []
     layer.compile(backend="eager")
     try:
@@ -155,13 +153,13 @@ def test_graphs_made_without_hooks_are_forgotten():
     assert seen == [1], "dynamo: a graph from before a hook runs again after a reset"
 
 
-def test_address_is_kept():
+def test_static_address_is_marked():
     tensor = torch.zeros(2)
     internals.keep_address(tensor)
     assert getattr(tensor, "_dynamo_static_input_type", None), "dynamo: mark_static_address marks nothing"
 
 
-def test_backward_pass_is_known():
+def test_backward_pass_is_recognised():
     passes = []
 
     def part(x):
@@ -172,7 +170,7 @@ def test_backward_pass_is_known():
     assert passes == [False, True], "autograd: _current_graph_task_id does not tell a backward pass"
 
 
-def test_dropouts_are_known():
+def test_dropout_modules_are_recognised():
     for dropout in (nn.Dropout(), nn.Dropout2d(), nn.AlphaDropout()):
         assert internals.is_dropout(dropout), f"torch: {type(dropout).__name__} is no _DropoutNd"
     assert not internals.is_dropout(nn.LPPool1d(2.0, 3))
@@ -185,18 +183,18 @@ def test_child_is_the_modules_own(lora):
     assert internals.child(wrapped.base_layer, "base_layer") is None
 
 
-def test_named_weights_are_the_named_parameters(model):
+def test_named_weights_equal_named_parameters(model):
     weights = internals.named_weights(model)
     expected = dict(model.named_parameters())
     assert weights.keys() == expected.keys(), "torch: parameters are not in _parameters and _modules"
     assert all(weights[name] is expected[name] for name in weights)
 
 
-def test_all_modules_are_the_modules(lora):
+def test_all_modules_equal_modules(lora):
     assert internals.all_modules(lora) == list(lora.modules()), "torch: modules are not in _modules, in their order"
 
 
-def test_switches_of_adapters_show_what_is_on(lora):
+def test_adapter_switches_show_which_are_on(lora):
     tuners = [module for module in lora.modules() if "lora_A" in module._modules]
     on = internals.adapter_switches(tuners)
     assert tuners and all(map(internals.switches_adapters, tuners)), "PEFT: no _disable_adapters"
@@ -205,7 +203,7 @@ def test_switches_of_adapters_show_what_is_on(lora):
     assert internals.adapter_switches(tuners) == on
 
 
-def test_an_adaption_prompt_is_known_by_its_class():
+def test_adaption_prompt_is_recognised_by_its_class():
     peft = pytest.importorskip("peft")
     adapted = peft.get_peft_model(
         make_model(), peft.AdaptionPromptConfig(adapter_len=2, adapter_layers=1, task_type="CAUSAL_LM")
@@ -223,7 +221,7 @@ def test_stored_tensors_show_a_replaced_one():
     assert internals.stored_tensors(table)["values"] is table.values, "torch: no _buffers"
 
 
-def test_members_are_the_same_until_one_is_another():
+def test_members_compare_equal_until_one_is_replaced():
     changes = {
         "a child": lambda host: setattr(host, "0", nn.Linear(2, 2)),
         "a child that is gone": lambda host: host.pop(1),
@@ -260,7 +258,7 @@ def test_write_marks_change_with_every_write():
     assert written[0] != before[0] and written[1] == before[1], "torch: _version does not count writes in place"
 
 
-def test_forward_hooks_are_known():
+def test_forward_hooks_are_recognised():
     layer = nn.Linear(2, 2)
     assert not internals.has_forward_hooks(layer)
     handle = layer.register_forward_hook(lambda *_: None)
@@ -269,7 +267,7 @@ def test_forward_hooks_are_known():
     assert not internals.has_forward_hooks(layer)
 
 
-def test_wrapping_tensors_are_known():
+def test_wrapping_tensors_are_recognised():
     two = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged)
     assert internals.is_wrapping_tensor(two), "torch: tensors around others have no __tensor_flatten__"
     assert not internals.is_wrapping_tensor(torch.ones(2))
@@ -298,7 +296,7 @@ def test_random_operators_take_a_generator(name):
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_what_generate_compiled_is_forgotten():
+def test_graph_compiled_by_generate_is_discarded():
     model, made = make_model(), []
     calls = model.get_compiled_call
     model.get_compiled_call = lambda config: made.append(calls(config)) or made[-1]
@@ -313,7 +311,7 @@ def test_what_generate_compiled_is_forgotten():
     assert not internals.forget_generates_graph(model)
 
 
-def test_attention_has_a_name():
+def test_attention_implementation_has_a_name():
     model = make_model()
     model.set_attn_implementation("eager")
     assert internals.attention_kind(model.config) == "eager", "transformers: no _attn_implementation"
@@ -321,18 +319,18 @@ def test_attention_has_a_name():
     assert internals.attention_kind(model.config) == "sdpa"
 
 
-def test_stateful_hosts_are_known(model):
+def test_stateful_models_are_recognised(model):
     assert internals.is_stateful(MambaForCausalLM), "transformers: no _is_stateful"
     assert not internals.is_stateful(model)
 
 
-def test_tensor_parallel_size_is_one_without_it(model):
+def test_tensor_parallel_size_defaults_to_one(model):
     assert hasattr(type(model), "tp_size"), "transformers: models have no tp_size"
     assert internals.tensor_parallel_size(model) == 1
     assert internals.tensor_parallel_size(SimpleNamespace(tp_size=2)) == 2
 
 
-def test_checkpoint_function_of_a_layer_is_what_it_runs_by():
+def test_checkpoint_function_of_a_layer_is_the_one_it_calls():
     model, ran = make_model(), []
     layer = model.model.layers[1]
     assert internals.checkpoint_function(layer) is None
@@ -356,13 +354,13 @@ def test_prepared_inputs_show_ids_and_mask(stack, owner):
         seen.append((args[0] if args else kwargs["input_ids"], kwargs["attention_mask"]))
         return original(*args, **kwargs)
 
-    internals.shadow_prepared_inputs(stack, owner, model, around)
+    internals.patch_prepared_inputs(stack, owner, model, around)
     model.generate(PADDED, attention_mask=(PADDED != PAD).long(), **SHORT)
     shapes = [(tuple(ids.shape), tuple(mask.shape)) for ids, mask in seen]
     assert shapes == [((1, n), (1, n)) for n in (5, 6, 7)], "transformers: generate() calls it otherwise"
 
 
-def test_stopping_criteria_are_asked_at_every_token(stack, owner):
+def test_stopping_criteria_are_called_at_every_token(stack, owner):
     model, widths = make_model(), []
 
     def around(original, *args, **kwargs):
@@ -370,7 +368,7 @@ def test_stopping_criteria_are_asked_at_every_token(stack, owner):
         criteria.append(lambda ids, scores, **_: widths.append(ids.shape[1]) or torch.zeros(len(ids), dtype=torch.bool))
         return criteria
 
-    internals.shadow_stopping_criteria(stack, owner, model, around)
+    internals.patch_stopping_criteria(stack, owner, model, around)
     model.generate(PROMPT, **SHORT)
     assert widths == [6, 7, 8], "transformers: generate() does not ask what _get_stopping_criteria gives"
 
@@ -383,13 +381,13 @@ def test_expanded_inputs_show_the_prompt(stack, owner):
         seen.append((tuple(ids.shape), given["attention_mask"].shape[0]))
         return ids, given
 
-    internals.shadow_expanded_inputs(stack, owner, model, around)
+    internals.patch_expanded_inputs(stack, owner, model, around)
     model.generate(PADDED, attention_mask=(PADDED != PAD).long(), num_beams=3, **SHORT)
     assert seen == [((3, 5), 3)], "transformers: _expand_inputs_for_generation is called otherwise"
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_compiled_call_is_what_generate_runs(stack, owner):
+def test_patched_compiled_call_is_what_generate_runs(stack, owner):
     from transformers import CompileConfig
 
     model, ran = make_model(), []
@@ -397,14 +395,14 @@ def test_compiled_call_is_what_generate_runs(stack, owner):
     def around(original, *args, **kwargs):
         return lambda *args, **kwargs: ran.append(kwargs["input_ids"].shape[1]) or model(*args, **kwargs)
 
-    internals.shadow_compiled_call(stack, owner, model, around)
+    internals.patch_compiled_call(stack, owner, model, around)
     config = CompileConfig(backend="eager")
     config._compile_all_devices = True
     model.generate(PROMPT, **SHORT, cache_implementation="static", compile_config=config)
     assert set(ran) >= {1}, "transformers: generate() does not run what get_compiled_call gives"
 
 
-def test_generate_is_found_from_inside():
+def test_running_generate_is_found_on_the_stack():
     model, seen = make_model(), []
     model.model.register_forward_pre_hook(
         lambda *_: seen.append([owner is model for _, owner in internals.generates_of_thread()])
@@ -414,7 +412,7 @@ def test_generate_is_found_from_inside():
     assert seen == [[True]] * 3 + [[]], "transformers: generate() is no frame of that name with a `self`"
 
 
-def test_drafting_is_found_from_inside():
+def test_drafting_is_recognised_on_the_stack():
     model, seen = make_model(), []
     model.model.register_forward_pre_hook(lambda *_: seen.append(internals.proposes_tokens()))
     model.generate(PROMPT, **SHORT)
@@ -435,7 +433,7 @@ def test_drafting_is_found_from_inside():
 # -- transformers: caches ------------------------------------------------------------------------
 
 
-def test_decoders_cache_is_inside():
+def test_decoder_cache_is_found_in_an_encoder_decoder_cache():
     own = DynamicCache()
     assert internals.decoder_cache(EncoderDecoderCache(own, DynamicCache())) is own, "no self_attention_cache"
     assert internals.decoder_cache(own) is own
@@ -452,20 +450,20 @@ def test_caches_have_layers(cache):
     assert internals.cache_layers(object()) == []
 
 
-def test_layers_have_keys_and_values(cache):
+def test_cache_layers_have_keys_and_values(cache):
     kept = internals.keys_and_values(internals.cache_layers(cache)[-1])
     assert kept is not None, "transformers: layers of a cache have no keys and values [B, H, columns, D]"
     assert [x.shape[2] for x in kept] == [5, 5] and not torch.equal(*kept)
     assert internals.keys_and_values(internals.cache_layers(DynamicCache())) is None
 
 
-def test_sliding_layers_are_known(cache):
+def test_sliding_cache_layers_are_recognised(cache):
     assert internals.keeps_every_column(internals.cache_layers(cache)[0])
     windows = DynamicCache(config=MistralConfig(sliding_window=4, num_hidden_layers=1))
     assert not internals.keeps_every_column(internals.cache_layers(windows)[0]), "transformers: no is_sliding"
 
 
-def test_tensors_of_a_layer_are_found(cache):
+def test_tensors_of_a_cache_layer_are_found(cache):
     layer = internals.cache_layers(cache)[0]
     tensors = {id(tensor) for tensor in internals.tensors_of(layer)}
     assert {id(layer.keys), id(layer.values)} <= tensors, "transformers: a layer's tensors are not its attributes"
@@ -492,7 +490,7 @@ def batches():
         seen.followed = internals.can_follow_batches(manager), internals.compiles_batches(manager)
         seen.cache = internals.batch_cache(manager)
         deliver = lambda original, outputs: seen.outputs.extend(outputs) or original(outputs)  # noqa: E731
-        internals.shadow_delivery(ExitStack(), SimpleNamespace(open=True), manager, deliver)
+        internals.patch_delivery(ExitStack(), SimpleNamespace(open=True), manager, deliver)
         return manager
 
     def packed(module, args, kwargs):
@@ -527,13 +525,13 @@ def batches():
 
 
 @newer
-def test_managers_can_be_followed(batches):
+def test_batching_managers_can_be_followed(batches):
     assert batches.followed[0], "no continuous_batching_config.cuda_graph_booleans or output_router.deliver_batch"
     assert not internals.can_follow_batches(SimpleNamespace(continuous_batching_config=None))
 
 
 @newer
-def test_compiled_batches_are_known(batches):
+def test_compiled_batches_are_recognised(batches):
     assert batches.followed[1] is False
     config = copy.copy(batches.manager.continuous_batching_config)
     config.decode_compile_config = object()
@@ -541,14 +539,14 @@ def test_compiled_batches_are_known(batches):
 
 
 @newer
-def test_outputs_are_delivered(batches):
+def test_finished_outputs_pass_through_deliver_batch(batches):
     ended = [output for output in batches.outputs if output.is_finished()]
     assert len(ended) == 4, "transformers: outputs do not pass deliver_batch"
     assert sorted(len(output.prompt_ids) for output in ended) == [2, 2, 5, 5]
 
 
 @newer
-def test_attention_before_batches_is_kept():
+def test_attention_before_paging_is_kept():
     model = make_model()
     model.set_attn_implementation("eager")
     manager = model.init_continuous_batching(generation_config=GenerationConfig(pad_token_id=PAD, eos_token_id=60))
@@ -557,13 +555,13 @@ def test_attention_before_batches_is_kept():
 
 
 @newer
-def test_cache_of_a_batch_is_the_forwards(batches):
+def test_cache_of_a_batch_is_that_of_its_forward(batches):
     assert batches.cache is None, "transformers: a manager has a batch_processor before it runs"
     assert all(batch.cache for batch in batches.batches), "transformers: no batch_processor.cache that forwards get"
 
 
 @newer
-def test_requests_of_a_batch_are_those_of_the_forward(batches):
+def test_requests_of_a_batch_are_those_of_its_forward(batches):
     assert all(batch.tokens for batch in batches.batches), "transformers: requests_in_batch is of another forward"
     assert len({name for batch in batches.asked for name in batch.ids}) == 4
 
@@ -575,13 +573,13 @@ def test_batches_run_in_their_managers_thread(batches):
 
 
 @newer
-def test_requests_that_left_are_known(batches):
+def test_cancelled_requests_are_recognised(batches):
     assert all(batch.gone for batch in batches.batches), "transformers: schedulers have no request_is_cancelled"
     assert not any(left for batch in batches.asked for left in batch.left)
 
 
 @newer
-def test_shared_pages_are_known(batches):
+def test_shared_cache_pages_are_recognised(batches):
     assert batches.asked[0].shared[1] is False
     manager = SimpleNamespace(
         batch_processor=SimpleNamespace(cache=SimpleNamespace(use_prefix_sharing=True)),
@@ -600,7 +598,7 @@ def test_preempted_requests_know_their_prompt(batches):
 
 
 @newer
-def test_request_ends_at_its_next_token(batches):
+def test_request_can_be_ended_at_its_next_token(batches):
     state = batches.asked[0].state.create_equivalent_initial_request()
     state.status = type(state.status).DECODING
     internals.end_at_next_token(state)
@@ -608,7 +606,7 @@ def test_request_ends_at_its_next_token(batches):
 
 
 @newer
-def test_forks_name_their_parent(batches):
+def test_forked_requests_name_their_parent(batches):
     names = {name for batch in batches.asked for name in batch.ids}
     parents = [internals.parent_of(name) for name in names]
     assert sorted(parent is None for parent in parents) == [False, False, True, True], "no __child# in forks' ids"
@@ -616,7 +614,7 @@ def test_forks_name_their_parent(batches):
 
 
 @newer
-def test_warm_up_requests_are_known(batches):
+def test_warm_up_requests_are_recognised(batches):
     from transformers.generation.continuous_batching import requests
 
     status = type(batches.asked[0].state.status).PREFILLING
@@ -628,7 +626,7 @@ def test_warm_up_requests_are_known(batches):
 # -- accelerate and PEFT -------------------------------------------------------------------------
 
 
-def test_offloaded_modules_are_known():
+def test_offloaded_modules_are_recognised():
     accelerate = pytest.importorskip("accelerate")
     model = accelerate.cpu_offload(make_model(), execution_device=torch.device("cpu"))
     assert any(map(internals.has_accelerate_hook, model.modules())), "accelerate: offloaded modules have no _hf_hook"
@@ -644,7 +642,7 @@ def lora():
     return peft.get_peft_model(make_model(), config).eval()
 
 
-def test_a_type_of_peft_is_added_once():
+def test_peft_type_is_added_once():
     from peft.utils.peft_types import PeftType
 
     added = internals.add_peft_type("PROBEMON_TEST")
@@ -653,14 +651,14 @@ def test_a_type_of_peft_is_added_once():
     assert copy.deepcopy(added) is added and isinstance(added, PeftType)
 
 
-def test_tuner_layers_are_known(lora):
+def test_tuner_layers_are_recognised(lora):
     wrapped = lora.get_base_model().model.layers[0].self_attn
     assert internals.is_tuner_class(type(wrapped.q_proj)), "PEFT: layers have no active_adapters, disable_adapters"
     assert wrapped.q_proj.active_adapters == ["default"] and wrapped.q_proj.merged_adapters == []
     assert not internals.is_tuner_class(type(wrapped.k_proj))
 
 
-def test_adapters_of_rows_are_known(lora):
+def test_adapters_by_sequence_are_found(lora):
     layer, seen = lora.get_base_model().model.layers[0].self_attn.q_proj, []
     layer.base_layer.register_forward_hook(lambda *_: seen.append(internals.adapters_by_row(layer)))
     rows = PROMPT.repeat(2, 1)
@@ -670,7 +668,7 @@ def test_adapters_of_rows_are_known(lora):
     assert seen[-1] == ()
 
 
-def test_wrapped_modules_are_found(lora):
+def test_modules_wrapped_by_adapters_are_found(lora):
     host = lora.get_base_model()
     q_proj, head = host.model.layers[0].self_attn.q_proj, host.lm_head
     assert internals.wrapped_by_adapter(q_proj) is q_proj.base_layer, "PEFT: no base_layer, or no adapter_layer_names"
@@ -678,7 +676,7 @@ def test_wrapped_modules_are_found(lora):
     assert internals.wrapped_by_adapter(host.model.layers[0]) is None
 
 
-def test_names_of_parameters_lose_their_wrappers(lora):
+def test_parameter_names_lose_their_wrappers(lora):
     bare = {name for name, _ in make_model().named_parameters()}
     host = lora.get_base_model()
     host.model.layers[1].mlp = torch.compile(host.model.layers[1].mlp, backend="eager")
@@ -700,12 +698,12 @@ def xlora(tmp_path):
     return peft.get_peft_model(base, config).eval()
 
 
-def test_xlora_is_found_behind_its_layers(xlora):
+def test_xlora_is_found_from_its_layers(xlora):
     found = {internals.xlora_behind(module) for module in xlora.get_base_model().modules()} - {None}
     assert found == {xlora.base_model}, "PEFT: X-LoRA does not replace its layers' forward, or keeps no .model"
 
 
-def test_xloras_classifier_gives_scalings(xlora):
+def test_xlora_classifier_returns_scalings(xlora):
     classifier = internals.xlora_classifier(xlora.base_model)
     shapes = []
     classifier.register_forward_hook(lambda module, args, output: shapes.append(tuple(output.shape)))
@@ -715,7 +713,7 @@ def test_xloras_classifier_gives_scalings(xlora):
     assert int(classifier.n_classes) == 2
 
 
-def test_rehearsal_of_xlora_is_known(xlora):
+def test_xloras_preliminary_pass_is_recognised(xlora):
     host, passes = xlora.get_base_model(), []
     layer = next(module for module in host.modules() if internals.xlora_behind(module) is not None)
     host.model.register_forward_pre_hook(lambda *_: passes.append(internals.xlora_rehearses(xlora.base_model, layer)))
@@ -724,7 +722,7 @@ def test_rehearsal_of_xlora_is_known(xlora):
     assert passes == [True, False], "PEFT: X-LoRA runs without adapters first, and says so by disable_adapters"
 
 
-def test_a_host_that_makes_a_mask_of_what_is_padding_is_known_by_its_module():
+def test_model_that_masks_padding_itself_is_recognised():
     config = T5GemmaConfig(
         **{part: {"hidden_size": 8, "num_hidden_layers": 1, "vocab_size": 9} for part in ("encoder", "decoder")}
     )

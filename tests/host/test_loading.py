@@ -1,4 +1,4 @@
-"""A host by name is the one in the files, and what is said of its number format is what it takes."""
+"""A model loaded by name has all its weights and adapters, and slow number formats are named."""
 
 import time
 
@@ -15,7 +15,7 @@ from probemon.host.loading import load_model, slow_number
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_a_format_is_called_slow_where_texts_take_longer_in_it(dtype):
+def test_number_format_that_runs_slowly_is_named_as_slow(dtype):
     def least_seconds(number):
         layer, states = nn.Linear(1024, 1024, bias=False, dtype=number), torch.randn(512, 1024).to(number)
         taken = []
@@ -42,7 +42,7 @@ def loaded(folder):
 
 
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # PEFT asks by an older name
-def test_an_adapter_by_name_has_the_states_of_its_peft_model_or_is_refused(tmp_path):
+def test_adapter_loaded_by_name_equals_its_peft_model_or_is_refused(tmp_path):
     base, ids = saved(tmp_path / "base", make_model()), torch.tensor([[5, 6, 7, 8, 9, 10]])
     for kind, more in {
         "lora": {},
@@ -67,7 +67,7 @@ def test_an_adapter_by_name_has_the_states_of_its_peft_model_or_is_refused(tmp_p
         assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(truth, got, strict=True))
 
 
-def test_what_lacks_weights_or_would_be_left_out_in_part_is_refused(tmp_path):
+def test_model_with_missing_or_unused_weights_is_refused(tmp_path):
     model = make_model()
     with pytest.raises(ConfigError, match=r"lacks 1 weight of a .*, such as lm_head\.weight, which would be random"):
         loaded(saved(tmp_path / "base", model.model))

@@ -1,4 +1,4 @@
-"""What modules are set to beside their weights: what changes states is noticed, and what forwards do is no change."""
+"""Module settings that change hidden states are detected; what forwards or training keep on modules is not."""
 
 import copy
 
@@ -10,7 +10,7 @@ from transformers import LlamaForCausalLM
 
 import architectures
 from conftest import HIDDEN, PAD, make_model
-from probemon.host.changes import HostMarks
+from probemon.host.changes import ModelMarks
 from probemon.host.internals import names_in_methods
 from probemon.host.model import find_layers
 
@@ -89,12 +89,12 @@ def possible_changes(model):
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", ARCHITECTURES.split())
-def test_whatever_changes_states_is_noticed(name):
+def test_every_setting_that_changes_states_is_detected(name):
     known = architectures.architectures()
     if name not in known:
         pytest.skip("this transformers has it not")
     model = architectures.build(name, known[name]).eval()
-    before, marks, n = states_of(model), HostMarks(model), 0
+    before, marks, n = states_of(model), ModelMarks(model), 0
     mark = marks.now()
     for what, held, key, value in possible_changes(model):
         kept = held[key]
@@ -136,11 +136,11 @@ ROPES = {
 
 
 @pytest.mark.parametrize("rope", ROPES)
-def test_frequencies_that_forwards_make_anew_are_no_change(rope):
+def test_recomputed_rope_frequencies_are_no_change(rope):
     config = copy.deepcopy(make_model().config)
     config.max_position_embeddings, config.rope_parameters = 16, {"rope_theta": 1e4, **ROPES[rope]}
     model = LlamaForCausalLM(config).eval()
-    marks = HostMarks(model)
+    marks = ModelMarks(model)
     mark, frequencies = marks.now(), model.model.rotary_emb.inv_freq.clone()
     with torch.no_grad():
         model(IDS.repeat(1, 3))
@@ -152,9 +152,9 @@ def test_frequencies_that_forwards_make_anew_are_no_change(rope):
     assert marks.now().changes(mark) == ["model.rotary_emb.original_inv_freq was written to"]
 
 
-def test_what_training_and_saving_do_to_a_model_without_dropout_is_no_change(tmp_path):
+def test_training_and_saving_a_model_without_dropout_is_no_change(tmp_path):
     model = make_model()
-    marks = HostMarks(model)
+    marks = ModelMarks(model)
     mark = marks.now()
     model.train()
     enable = "activation_checkpointing_enable" if hasattr(model, "activation_checkpointing_enable") else None
@@ -186,9 +186,9 @@ HELPERS = {
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("helper", HELPERS)
-def test_what_runs_a_model_in_another_way_is_no_change(helper):
+def test_running_a_model_in_another_way_is_no_change(helper):
     model = make_model()
-    marks = HostMarks(model)
+    marks = ModelMarks(model)
     mark = marks.now()
     HELPERS[helper](model)
     with torch.no_grad():
@@ -254,10 +254,10 @@ COUNTING = [lambda model: None, capture_as_attribute, capture_in_a_list, count_o
 
 
 @pytest.mark.parametrize("put", COUNTING, ids=["nothing", "attribute", "list", "buffers"])
-def test_what_forwards_and_hooks_count_and_keep_is_no_change(put):
+def test_counters_of_forwards_and_hooks_are_no_change(put):
     model = remote_model()
     put(model)
-    marks = HostMarks(model)
+    marks = ModelMarks(model)
     mark = marks.now()
     run_in_all_ways(model)
     assert model.model.layers[0].mlp.hist and marks.now().changes(mark) == [] and not marks.now().differs(mark)
@@ -280,21 +280,21 @@ ABSENT_BEFORE = {
 
 
 @pytest.mark.parametrize("said", ABSENT_BEFORE)
-def test_settings_that_were_absent_before_are_noticed(said):
+def test_newly_added_settings_are_detected(said):
     model = remote_model()
-    marks = HostMarks(model)
+    marks = ModelMarks(model)
     mark = marks.now()
     ABSENT_BEFORE[said](model)
     assert marks.now().changes(mark) == [said] and mark.changes(marks.now()) != []
 
 
-def test_a_module_of_another_class_is_noticed_and_one_whose_class_is_called_otherwise():
+def test_changed_class_of_a_module_is_detected():
     class Sub(Remote):
         def forward(self, x):
             return x
 
     model = remote_model()
-    marks = HostMarks(model)
+    marks = ModelMarks(model)
     mark, part = marks.now(), model.model.layers[0].mlp
     part.__class__ = Sub
     assert marks.now().changes(mark)[0].endswith("mlp was Remote, is " + Sub.__qualname__)
@@ -308,12 +308,12 @@ def test_a_module_of_another_class_is_noticed_and_one_whose_class_is_called_othe
     assert "Remote.__call__ was Module._wrapped_call_impl, is " in said and marks.now().changes(mark) == []
 
 
-def test_all_attributes_count_where_a_forward_is_put_on_the_module_itself():
+def test_all_attributes_count_if_a_module_has_its_own_forward():
     """Its code is none of the class's."""
     model = remote_model()
     part = model.model.layers[0].mlp
     part.strength = 1.0
-    marks = HostMarks(model)
+    marks = ModelMarks(model)
     mark = marks.now()
     part.strength = 2.0
     assert marks.now().changes(mark) == []

@@ -1,5 +1,4 @@
-"""An architecture with all that is taken for no setting of its states set otherwise: the states are the same. And what
-it does by itself when it runs is no change of it.
+"""For each architecture, the settings that are left out of its identity change no hidden state.
 
 PROBEMON_EVERY_ARCHITECTURE=1 python -m pytest tests/host/test_settings_sweep.py        # not a sample: a few minutes
 """
@@ -13,9 +12,9 @@ import torch
 
 import architectures
 from probemon.core.state_settings import differing, state_settings
-from probemon.host.changes import HostMarks
+from probemon.host.changes import ModelMarks
 from probemon.host.model import find_layers
-from probemon.host.settings import host_settings
+from probemon.host.settings import model_settings
 
 IDS = torch.tensor([[1, 44, 3, 17, 8, 44, 3, 5, 9, 11, 60, 33, 20, 2, 7, 19]])
 # How a host is loaded and what it returns, and what makes it one of other tensors.
@@ -81,10 +80,10 @@ TRIED = EVERY if os.environ.get("PROBEMON_EVERY_ARCHITECTURE") == "1" else [one 
 
 
 @pytest.mark.parametrize("name, kind", TRIED)
-def test_what_is_left_out_of_the_settings_changes_no_state(name, kind):
+def test_settings_left_out_of_the_identity_change_no_state(name, kind):
     try:
         model = architectures.build(name, kind).eval()
-        marks = HostMarks(model)
+        marks = ModelMarks(model)
         mark = marks.now()
         before = states_of(model, kind)
     except Exception as error:  # what cannot be built small, or reads no text alone
@@ -95,7 +94,7 @@ def test_what_is_left_out_of_the_settings_changes_no_state(name, kind):
     assert name in CHANGES_ITSELF or marks.now().changes(mark) == []
     but = CANNOT.get(name, set())
     other, names = with_others(model, but)
-    told = differing(host_settings(model), host_settings(other))
+    told = differing(model_settings(model), model_settings(other))
     if told:  # what it takes for padding, which is told whatever else differs
         assert [line.split()[0] for line in told] in (["padding_idx"], ["pad_token_id"])
         other, names = with_others(model, but | {"pad_token_id"})

@@ -1,4 +1,4 @@
-"""Which settings of a host are kept, and in what two differ."""
+"""Which settings of a model are kept, and how two sets of them are compared."""
 
 import json
 
@@ -10,7 +10,7 @@ from probemon.core.state_settings import differing, state_settings
 LLAMA = AutoConfig.for_model("llama").to_dict()
 
 
-def test_settings_are_json_and_say_nothing_of_how_a_host_is_loaded():
+def test_state_settings_are_json_without_loading_options():
     other = AutoConfig.for_model(
         "llama", dtype="bfloat16", use_cache=False, pad_token_id=7, attn_implementation="eager", attention_dropout=0.5
     )
@@ -39,14 +39,14 @@ def test_settings_are_json_and_say_nothing_of_how_a_host_is_loaded():
         ({"rope_parameters": {**LLAMA["rope_parameters"], "factor": None}}, []),
     ],
 )
-def test_what_differs_is_named(change, expected):
+def test_differing_setting_is_named(change, expected):
     said = differing(state_settings(LLAMA), state_settings({**LLAMA, **change}))
     assert len(said) == len(expected) and all(
         line.startswith(start) for line, start in zip(said, expected, strict=True)
     )
 
 
-def test_what_one_release_says_alone_is_no_difference():
+def test_setting_of_only_one_release_is_no_difference():
     assert differing({"rope_theta": 1e4, "bias": None}, {"rope_parameters": {"rope_theta": 1e6}, "bias": None}) == []
     assert differing({"layers": [1, 2.0]}, {"layers": [1, 2]}) == []
     assert len(differing({"eps": 10**400, "bias": {"a": 1}}, {"eps": 0.1, "bias": False})) == 2
@@ -57,7 +57,7 @@ def test_what_one_release_says_alone_is_no_difference():
     assert len(differing({"rope_parameters": {"rope_theta": 1e4}}, nested)) == 2
 
 
-def test_names_say_what_is_of_training_and_kinds_of_values_what_is_not():
+def test_training_and_token_settings_are_left_out_by_name_and_type():
     counted = {
         "token_dropout": True,
         "moe_token_dropout": 0.2,

@@ -1,4 +1,4 @@
-"""Sites of recurrent layers: a state is the host's own after that very token, in every mode, and watching is free."""
+"""A site of a recurrent layer gives the model's own state after each token, in every mode."""
 
 import copy
 import math
@@ -8,7 +8,7 @@ import torch
 from torch.nn.functional import softplus
 
 from conftest import PAD, make_model, n_hooks
-from probemon.errors import ConfigError, NotSupportedHost
+from probemon.errors import ConfigError, UnsupportedModel
 from probemon.host.recurrent.mixers import find_mixers
 from probemon.host.recurrent.state_sites import site_width
 from probemon.host.tap import Tap
@@ -31,7 +31,7 @@ def watched(host, site, run):
 
 
 @pytest.mark.parametrize("mode", ["greedy", "beams", "no cache"])
-def test_the_newest_state_is_the_one_in_the_hosts_cache_after_every_forward(host, mode):
+def test_last_state_equals_the_models_cache_after_every_forward(host, mode):
     options = {"beams": {"num_beams": 3}, "no cache": {"use_cache": False}}.get(mode, {}) | GREEDY
     bare = host.generate(BATCH, attention_mask=BATCH != PAD, **options)
     kept, (given, handle) = [], cache_of(host)
@@ -55,7 +55,7 @@ def test_the_newest_state_is_the_one_in_the_hosts_cache_after_every_forward(host
 
 
 @pytest.mark.parametrize("kind", FURTHER)
-def test_every_family_with_such_layers_has_the_states_of_its_cache(kind):
+def test_every_recurrent_family_has_the_states_of_its_cache(kind):
     host = make_host(kind)
     for layer, _ in find_mixers(host):
         kept, (given, handle) = [], cache_of(host)
@@ -73,7 +73,7 @@ def test_every_family_with_such_layers_has_the_states_of_its_cache(kind):
             assert (values[:, -1] - state).abs().max() <= 5e-6 * float(state.abs().max()) > 0
 
 
-def test_states_and_steps_of_a_padded_row_are_those_of_that_row_alone_in_fp64(host):
+def test_padding_does_not_change_recurrent_states_and_steps(host):
     exact = copy.deepcopy(host).double()
     with torch.no_grad():
         states, _ = watched(host, "ssm_state.0", lambda: host(BATCH, attention_mask=(BATCH != PAD).long()))
@@ -104,7 +104,7 @@ def steps_alone(exact, text):
     return softplus(low @ mixer.dt_proj.weight.T + mixer.dt_proj.bias).detach()
 
 
-def test_a_second_turn_and_a_prompt_in_chunks_go_on_from_what_the_cache_holds():
+def test_second_turn_and_prompt_chunks_continue_from_the_cache():
     host = make_host("falcon_h1")
     exact = copy.deepcopy(host).double()
     first = host.generate(BATCH[1:2], return_dict_in_generate=True, **GREEDY)
@@ -121,7 +121,7 @@ def test_a_second_turn_and_a_prompt_in_chunks_go_on_from_what_the_cache_holds():
     assert (torch.cat(chunks, dim=1)[0].double() - oracle).abs().max() <= 1e-5 * float(oracle.abs().max())
 
 
-def test_steps_are_held_to_the_limit_where_the_host_holds_them():
+def test_steps_are_clamped_when_the_model_clamps_them():
     """In a first forward, even of one token, and never in one of one token on a used cache."""
     host = make_host("mamba2", time_step_limit=(0.6, 0.7))
     for prompt in (BATCH[1:2], BATCH[1:2, :1]):
@@ -140,7 +140,7 @@ def test_steps_are_held_to_the_limit_where_the_host_holds_them():
             assert (values[:, -1] - state).abs().max() <= 5e-6 * float(state.abs().max()) > 0
 
 
-def test_a_host_in_bf16_and_one_under_autocast_have_states_in_fp32():
+def test_recurrent_states_under_bf16_and_autocast_are_fp32():
     host = make_host("mamba2")
     with torch.no_grad():
         plain, _ = watched(host, "ssm_state.1", lambda: host(BATCH[1:2]))
@@ -156,7 +156,7 @@ def test_a_host_in_bf16_and_one_under_autocast_have_states_in_fp32():
 
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
 @pytest.mark.parametrize("kind", ["mamba2", "mamba"])
-def test_adapters_on_projections_are_in_the_states(kind):
+def test_adapters_on_projections_change_the_states(kind):
     from peft import LoraConfig, get_peft_model
 
     host = make_host(kind)
@@ -172,7 +172,7 @@ def test_adapters_on_projections_are_in_the_states(kind):
 
 
 @pytest.mark.parametrize("kind", ["mamba2", "falcon_mamba"])
-def test_a_host_whose_weights_accelerate_keeps_elsewhere_has_the_same_states(kind):
+def test_offloaded_model_has_the_same_states(kind):
     from accelerate import cpu_offload
 
     host = make_host(kind)
@@ -184,13 +184,13 @@ def test_a_host_whose_weights_accelerate_keeps_elsewhere_has_the_same_states(kin
     assert torch.equal(here[0], there[0])
 
 
-def test_sites_that_a_host_does_not_have_are_refused_by_name():
+def test_missing_recurrent_site_is_refused_by_name():
     llama, jamba = make_model(), make_host("jamba")
     nothing = lambda site, values: None  # noqa: E731
     for model, site, error, words in (
-        (llama, "ssm_state.1", NotSupportedHost, "site 'ssm_state.1': layer 1 of LlamaForCausalLM .* have one: none"),
-        (jamba, "delta.1", NotSupportedHost, "layer 1 of JambaForCausalLM .* have one: 0"),
-        (jamba, "ssm_state.2", ConfigError, r"the host has layers 0\.\.1"),
+        (llama, "ssm_state.1", UnsupportedModel, "site 'ssm_state.1': layer 1 of LlamaForCausalLM .* have one: none"),
+        (jamba, "delta.1", UnsupportedModel, "layer 1 of JambaForCausalLM .* have one: 0"),
+        (jamba, "ssm_state.2", ConfigError, r"the model has layers 0\.\.1"),
     ):
         before = n_hooks(model)
         with pytest.raises(error, match=words):
@@ -198,7 +198,7 @@ def test_sites_that_a_host_does_not_have_are_refused_by_name():
         assert n_hooks(model) == before
 
 
-def test_a_layer_without_its_own_forward_has_no_state():
+def test_layer_whose_forward_did_not_run_has_nan_states():
     host = make_host("mamba2")
     seen, _ = watched(host, "ssm_state.0", lambda: host.base_model.layers[0].mixer.in_proj(torch.randn(1, 3, 16)))
     assert seen[0].shape == (1, 3, 4 * 8 * 6) and all(map(math.isnan, seen[0][0, :, 0].tolist()))

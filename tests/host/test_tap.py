@@ -30,7 +30,7 @@ def n_hooks(model):
     return sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules())
 
 
-def test_generation_is_bit_identical_and_every_state_is_the_hosts_own(model):
+def test_generation_is_bit_identical_and_states_are_the_models_own(model):
     ids = torch.tensor([[1, 5, 9, 13]])
     seen = []
     options = {

@@ -1,4 +1,4 @@
-"""Tokens of texts: a beginning that a text has is not put before it again, and tokens count without offsets, too."""
+"""A text that already begins with special tokens gets no second ones; tokens are counted without offsets."""
 
 import numpy as np
 import pytest
@@ -14,7 +14,7 @@ from probemon.lab.corpora.windows import encode
     ("text", "ids"),
     [("ab", [1, 4, 5, 2]), ("<s>ab", [1, 4, 5, 2]), ("<s><s>a", [1, 1, 4, 2]), ("", [1, 2]), ("a<s>", [1, 4, 1, 2])],
 )
-def test_a_text_that_begins_with_what_the_tokenizer_adds_gets_none_more(text, ids):
+def test_text_that_begins_with_special_tokens_gets_no_second_ones(text, ids):
     assert ids_of(make_tokenizer(adds_bos=True), text) == ids
     assert ids_of(make_tokenizer(), text) == [i for i in make_tokenizer()(text).input_ids]
 
@@ -22,7 +22,7 @@ def test_a_text_that_begins_with_what_the_tokenizer_adds_gets_none_more(text, id
 @pytest.mark.parametrize("adds_bos", [False, True])
 @pytest.mark.parametrize("special", ["bos", "tokenizer", "none"])
 @pytest.mark.parametrize("text", ["<s>ab", "<s>", "ab<s>", "<s><s>b"])
-def test_documents_have_one_beginning(adds_bos, special, text):
+def test_documents_have_one_bos_token(adds_bos, special, text):
     found = encode(make_tokenizer(adds_bos), text, special_tokens=special, parse_special=True)
     own = make_tokenizer()(text, add_special_tokens=False).input_ids
     assert found.ids.tolist() == own
@@ -45,7 +45,7 @@ class Slow:
 
 
 @pytest.mark.parametrize("ranges", [[(0, 2)], [(2, 5), (7, 9)], [(0, 9)], [(3, 3)], []])
-def test_tokens_count_by_the_beginnings_of_a_text(ranges):
+def test_tokens_are_counted_by_where_they_begin(ranges):
     text, fast = "ab cdé gh", make_tokenizer()
     ids = fast(text, add_special_tokens=False).input_ids
     wanted = [any(a <= at < b for a, b in ranges) for at in range(len(text))]
@@ -57,8 +57,8 @@ def test_tokens_count_by_the_beginnings_of_a_text(ranges):
     assert counted(bytes_, text, ids, ranges).tolist() == np.repeat(wanted, widths).tolist()
 
 
-def test_a_token_across_a_border_is_refused_and_not_guessed():
+def test_token_across_a_range_border_is_refused():
     pairs = Slow(lambda text: [text[i : i + 2] for i in range(0, len(text), 2)])
     assert counted(pairs, "abcdef", ["ab", "cd", "ef"], [(2, 4)]).tolist() == [False, True, False]
-    with pytest.raises(ConfigError, match=r"Slow does not say where its tokens stand .* across character 3: take a"):
+    with pytest.raises(ConfigError, match=r"Slow does not say where its tokens are .* across character 3: take a"):
         counted(pairs, "abcdef", ["ab", "cd", "ef"], [(3, 4)])

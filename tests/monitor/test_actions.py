@@ -1,6 +1,4 @@
-"""Events and actions: rules over aggregates and patterns, raise, hold, callbacks that fail, sinks, gaps by choice,
-bounded memory.
-"""
+"""Events and actions: aggregates, patterns, raise, hold, failing callbacks, sinks, gaps and bounded memory."""
 
 import asyncio
 import copy
@@ -30,9 +28,9 @@ from probemon.errors import (
     CallbackFailed,
     ConceptRaised,
     ConfigError,
-    HostMismatch,
-    NotSupportedHost,
+    ModelMismatch,
     UnknownConcept,
+    UnsupportedModel,
 )
 from probemon.monitor.delivery import Delivery
 from probemon.monitor.sinks import CallbackSink, JsonLinesSink, MemorySink, ParquetSink
@@ -78,7 +76,7 @@ def column(result, probe, row=0):
 
 @pytest.mark.parametrize("options", [{}, {"attention_mask": MASK}, LOOKUP], ids=["one row", "padded batch", "drafts"])
 @pytest.mark.parametrize("aggregate", AGGREGATORS, ids=str)
-def test_rules_compare_the_aggregate_that_the_result_gives_offline(manager, model, aggregate, options):
+def test_rules_compare_the_same_aggregate_as_the_offline_result(manager, model, aggregate, options):
     ids = BATCH if "attention_mask" in options else torch.tensor([[1, 5, 9, 13, 7, 5, 9, 13, 7, 5, 9]])
     met = []
     with manager.attach(model) as run:
@@ -115,7 +113,7 @@ def test_rules_compare_the_aggregate_that_the_result_gives_offline(manager, mode
 
 
 @pytest.mark.parametrize("aggregate", AGGREGATORS[1:], ids=str)
-def test_aggregates_follow_a_beam_through_its_rows(manager, model, aggregate):
+def test_aggregates_follow_a_beam_across_sequences(manager, model, aggregate):
     """Every event of a returned beam is one that its own history makes, and none is missing."""
     options = {**GREEDY, "num_beams": 4, "num_return_sequences": 4}
     with manager.attach(model) as run:
@@ -140,7 +138,7 @@ def test_aggregates_follow_a_beam_through_its_rows(manager, model, aggregate):
 
 
 @pytest.mark.parametrize("aggregate", AGGREGATORS[1:], ids=str)
-def test_a_second_turn_aggregates_anew(manager, model, aggregate):
+def test_second_turn_restarts_the_aggregate(manager, model, aggregate):
     cache, values = DynamicCache(), []
     with manager.attach(model) as run:
         first = model.generate(PROMPT, **GREEDY, past_key_values=cache)
@@ -160,7 +158,7 @@ def test_a_second_turn_aggregates_anew(manager, model, aggregate):
 
 
 @pytest.mark.parametrize("aggregate", AGGREGATORS[1:], ids=str)
-def test_each_sequence_packed_in_a_row_aggregates_anew(manager, model, aggregate):
+def test_each_packed_sequence_restarts_the_aggregate(manager, model, aggregate):
     texts = [BATCH[1:2], PROMPT[:, :1], BATCH[:1, 2:], PROMPT]
     with manager.attach(model) as run, torch.no_grad():
         for ids in texts:
@@ -187,7 +185,7 @@ def test_inactive_tokens_count_as_zero_and_are_counted(manager, model):
     assert len(both.values) == 18 and both.values[-1] == result.scores.values[result.scores.probes == probe].max()
 
 
-def test_aggregate_needs_a_threshold_of_its_own(manager, model):
+def test_aggregate_without_its_own_threshold_needs_above(manager, model):
     with manager.attach(model) as run:
         with pytest.raises(ConfigError, match=r"are for single tokens, not for ema\(0.3\): give above="):
             run.on("c9", aggregate=Ema(0.3))
@@ -208,7 +206,7 @@ def test_aggregate_needs_a_threshold_of_its_own(manager, model):
     ],
     ids=str,
 )
-def test_lists_and_patterns_make_a_rule_for_each(manager, model, wanted, found):
+def test_lists_and_patterns_make_one_rule_per_concept(manager, model, wanted, found):
     events = []
     with manager.attach(model) as run:
         run.on(wanted, above=0.0, action=events.append)
@@ -225,7 +223,7 @@ def test_lists_and_patterns_make_a_rule_for_each(manager, model, wanted, found):
         ([["c1", None]], UnknownConcept, "not None"),
     ],
 )
-def test_concepts_that_are_none_are_named(manager, model, wanted, error, words):
+def test_unknown_concepts_are_named(manager, model, wanted, error, words):
     with manager.attach(model) as run, pytest.raises(error, match=words):
         run.on(wanted, above=0.5)
 
@@ -246,7 +244,7 @@ def loudest(manager, model, ids=PROMPT, **options):
     return free[0].tolist(), float(np.nextafter(values[at], np.float32(0))), first
 
 
-def test_stop_lags_one_token_and_with_drafts_one_round(manager, model):
+def test_stop_lags_one_token_or_one_round_of_drafts(manager, model):
     free, above, at = loudest(manager, model)
     with manager.attach(model) as run:
         run.on("c9", above=above)
@@ -316,7 +314,7 @@ def test_hold_hides_the_token_at_which_another_run_stopped(manager, model, holds
     assert streamer.withheld == out[5 + at :]
 
 
-def test_hold_hides_the_token_at_which_a_callable_stopped(manager, model):
+def test_hold_hides_the_token_at_which_a_callback_stopped(manager, model):
     free, above, at = loudest(manager, model)
     for stop in ("stop", "stop_mine"):
         inner = Collect()
@@ -326,7 +324,7 @@ def test_hold_hides_the_token_at_which_a_callable_stopped(manager, model):
         assert inner.shown == free[: 5 + at]
 
 
-def test_chunk_of_a_prompt_past_our_hooks_is_loud(manager, model):
+def test_prompt_chunk_that_bypasses_our_hooks_is_an_error(manager, model):
     if OLDEST:
         pytest.skip("no chunks there")
     kept, seen = {}, []
@@ -347,7 +345,7 @@ def test_chunk_of_a_prompt_past_our_hooks_is_loud(manager, model):
         handle.remove()
 
 
-def test_hold_shows_a_token_only_once_it_is_scored(manager, model):
+def test_hold_shows_a_token_only_after_it_is_scored(manager, model):
     inner = Collect()
     with manager.attach(model) as run:
         scored = []
@@ -368,7 +366,7 @@ def test_hold_shows_a_token_only_once_it_is_scored(manager, model):
         model.generate(PROMPT, **GREEDY, streamer=run.hold(inner))
 
 
-def test_failing_callbacks_spoil_nothing_and_are_raised_at_the_end(manager, model, caplog):
+def test_failing_callbacks_change_nothing_and_are_raised_at_the_end(manager, model, caplog):
     free = model.generate(PROMPT, **GREEDY)
 
     def fail(event):
@@ -406,13 +404,13 @@ def test_failing_callbacks_spoil_nothing_and_are_raised_at_the_end(manager, mode
     [{"on_gap": "ignore"}, {"callback_errors": "never"}, {"keep_tokens": 0}, {"keep_tokens": True}],
     ids=str,
 )
-def test_unknown_choices_are_named(manager, model, arguments):
+def test_invalid_attach_arguments_are_named(manager, model, arguments):
     with pytest.raises(ConfigError, match=next(iter(arguments))):
         manager.attach(model, **arguments)
     assert n_hooks(model) == 0
 
 
-def test_hold_shows_nothing_from_a_token_on_that_was_not_seen(manager, model):
+def test_hold_shows_nothing_from_an_unseen_token_on(manager, model):
     """Its score will never be known, and what follows would make a text with a hole."""
 
     class Blind(StoppingCriteria):
@@ -431,7 +429,7 @@ def test_hold_shows_nothing_from_a_token_on_that_was_not_seen(manager, model):
     assert inner.shown == out[:7] and streamer.withheld == out[7:]  # columns 5 and 6 were seen, 7 was not
 
 
-def test_held_streamer_is_closed_and_begins_anew_after_a_failure(manager, model):
+def test_held_streamer_is_closed_after_a_failure_and_can_be_reused(manager, model):
     free, above, at = loudest(manager, model)
     inner = TextIteratorStreamer(tokenizer(), timeout=10)
     with manager.attach(model) as run:
@@ -510,7 +508,7 @@ def test_sinks_receive_what_the_result_holds(manager, model, tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore:.*ran nothing while it was watched:UserWarning")
-def test_what_is_no_sink_or_was_added_before_is_named(manager, model):
+def test_invalid_or_repeated_sink_is_named(manager, model):
     with manager.attach(model) as run:
         with pytest.raises(ConfigError, match=r"a sink \(with open, write and close\)"):
             run.follow(None)
@@ -537,7 +535,7 @@ def test_slow_sink_never_slows_the_step(manager, model):
 # -- blindness -----------------------------------------------------------------------------------
 
 
-def test_removed_hook_leaves_unseen_tokens_and_an_event_by_choice(manager, model):
+def test_removed_hook_leaves_unseen_tokens_and_a_gap_if_reported(manager, model):
     gaps = []
     with manager.attach(model, on_gap="report", followers=[hears(gap=gaps.append)]) as run:
         hooks = model.model.layers[1]._forward_hooks
@@ -577,7 +575,7 @@ def test_removed_hook_leaves_unseen_tokens_and_an_event_by_choice(manager, model
 @pytest.mark.parametrize(
     "options", [{}, {"use_cache": False}, {"attention_mask": MASK}], ids=["one row", "no cache", "padded batch"]
 )
-def test_forwards_past_our_hooks_are_told_at_the_next_token(options):
+def test_forwards_that_bypass_our_hooks_are_reported_at_the_next_token(options):
     model = make_model()
     ids = BATCH if options.get("attention_mask") is not None else PROMPT
     manager = DynamicProbeManager(make_pack_for(model))
@@ -624,7 +622,7 @@ def make_pack_for(model):
 
 
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
-def test_active_adapter_is_flagged_and_recorded(manager):
+def test_active_adapter_is_warned_about_and_refused_by_strict(manager):
     from peft import LoraConfig, get_peft_model
 
     adapted = get_peft_model(
@@ -632,7 +630,7 @@ def test_active_adapter_is_flagged_and_recorded(manager):
     )
     with pytest.warns(UserWarning, match=r"adapters \['one'\] are active"):
         manager.attach(adapted)
-    with pytest.raises(HostMismatch, match=r"adapters \['one'\] are active"):
+    with pytest.raises(ModelMismatch, match=r"adapters \['one'\] are active"):
         manager.attach(adapted, strict=True)
     with adapted.disable_adapter():
         manager.attach(adapted, strict=True)
@@ -660,13 +658,13 @@ def test_adapter_that_changes_within_a_generation_is_recorded(manager):
         mixed = adapted.generate(input_ids=torch.cat([PROMPT] * 2), **GREEDY, adapter_names=["two", "__base__"])
         adapted.set_adapter("two")
         once_more = adapted.generate(input_ids=mixed[:1, :5], **GREEDY)
-    assert run.result(first).host.adapters == ("one",) and not run.result(first).host_changed
-    assert run.result(switched).host_changed
+    assert run.result(first).host.adapters == ("one",) and not run.result(first).model_changed
+    assert run.result(switched).model_changed
     assert run.result(mixed).host.adapters == ("two", "__base__")
     assert torch.equal(once_more[0], mixed[0])
 
 
-def test_copy_of_an_output_that_two_generations_have_is_refused_where_the_host_changed(manager):
+def test_copied_output_of_two_generations_is_refused_if_the_model_changed(manager):
     host = make_model()
     with manager.attach(host) as run:
         first = host.generate(PROMPT, max_new_tokens=1, do_sample=False, **NO_EOS)
@@ -677,8 +675,8 @@ def test_copy_of_an_output_that_two_generations_have_is_refused_where_the_host_c
         run.result(first.clone())
 
 
-def test_watched_model_cannot_be_copied_and_says_why(manager, model):
-    with manager.attach(model), pytest.raises(NotSupportedHost, match="outside the with block"):
+def test_watched_model_cannot_be_copied(manager, model):
+    with manager.attach(model), pytest.raises(UnsupportedModel, match="outside the with block"):
         copy.deepcopy(model)
     assert torch.equal(copy.deepcopy(model).generate(PROMPT, **GREEDY), model.generate(PROMPT, **GREEDY))
 
@@ -688,14 +686,14 @@ def test_learned_prompt_is_refused(manager):
     from peft import PromptTuningConfig, get_peft_model
 
     learned = get_peft_model(make_model(), PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3))
-    with pytest.raises(NotSupportedHost, match="learns a prompt"):
+    with pytest.raises(UnsupportedModel, match="learns a prompt"):
         manager.attach(learned)
 
 
 # -- memory --------------------------------------------------------------------------------------
 
 
-def test_only_the_newest_scores_are_kept_and_the_others_are_told(manager, model):
+def test_keep_tokens_keeps_the_newest_scores_and_marks_the_others(manager, model):
     with manager.attach(model) as run:
         whole = model.generate(PROMPT, **GREEDY)
     full = run.result(whole)
@@ -710,7 +708,7 @@ def test_only_the_newest_scores_are_kept_and_the_others_are_told(manager, model)
         assert np.array_equal(result.scores.active_scores(i), full.scores.active_scores(i))
 
 
-def test_forgotten_scores_are_not_aggregated_or_taken_for_another_generation(manager, model):
+def test_forgotten_scores_cannot_be_aggregated_or_mistaken(manager, model):
     with manager.attach(model, keep_tokens=6) as run:
         first = model.generate(PROMPT, **GREEDY)
         out = model.generate(PROMPT + 1, **GREEDY)
@@ -720,7 +718,7 @@ def test_forgotten_scores_are_not_aggregated_or_taken_for_another_generation(man
         run.result(first)
 
 
-def test_nothing_is_left_of_failed_generations_turns_and_plain_forwards(manager, model):
+def test_keep_tokens_bounds_failed_generations_turns_and_plain_forwards(manager, model):
     with manager.attach(model, keep_tokens=10) as run:
         for _ in range(5):
             with pytest.raises(ZeroDivisionError):
@@ -750,7 +748,7 @@ class Failing(StoppingCriteria):
         return 1 / 0
 
 
-def test_a_thousand_turns_on_one_cache(manager, model):
+def test_thousand_turns_on_one_cache_are_all_seen(manager, model):
     cache, ids = DynamicCache(), PROMPT
     with manager.attach(model) as run:
         for _ in range(1050):
@@ -758,7 +756,7 @@ def test_a_thousand_turns_on_one_cache(manager, model):
     assert run.result(ids).coverage.n_unseen == 1
 
 
-def test_beams_of_which_a_part_is_kept(manager, model):
+def test_beams_of_a_partly_forgotten_generation_are_exact(manager, model):
     options = {**GREEDY, "num_beams": 3}
     with manager.attach(model) as run:
         out = model.generate(PROMPT, **options)
@@ -772,7 +770,7 @@ def test_beams_of_which_a_part_is_kept(manager, model):
         assert np.array_equal(result.scores.active_scores(i), full.scores.active_scores(i))
 
 
-def test_long_generation_is_kept_in_few_pieces_and_is_exact(manager, model):
+def test_long_generation_is_stored_in_few_pieces_and_exact(manager, model):
     with manager.attach(model) as run:
         out = model.generate(PROMPT, **{**GREEDY, "max_new_tokens": 300})
     assert len(run.recordings[0].placed) < 60
@@ -781,7 +779,7 @@ def test_long_generation_is_kept_in_few_pieces_and_is_exact(manager, model):
     check(manager, model, run.result(out), 0, out[0].tolist(), 0, [(5, 299)], within=1e-4)
 
 
-def test_watching_keeps_no_more_memory_for_a_longer_generation(manager, model):
+def test_keep_tokens_bounds_memory_of_long_generations(manager, model):
     """The short form of scripts/benchmarks/soak.py, on the memory of Python and numpy alone; without the bound the same
     measure grows.
     """
@@ -820,7 +818,7 @@ def test_stream_waits_for_a_slow_reader(manager, model):
         manager.stream(model, tokenizer(), "w1", max_waiting=0)
 
 
-def test_streams_on_one_model_leave_each_other_alone(manager, model):
+def test_streams_on_one_model_do_not_affect_each_other(manager, model):
     alone = {
         text: [e.token_id for e in manager.stream(model, tokenizer(), text, **GREEDY)] for text in ("w1", "w44 w17 w9")
     }
@@ -840,7 +838,7 @@ def test_streams_on_one_model_leave_each_other_alone(manager, model):
 
 
 @pytest.mark.parametrize("changes", [{"num_beams": 3}, {"do_sample": True, "num_return_sequences": 2}], ids=str)
-def test_stream_refuses_several_sequences_of_a_configuration(manager, model, changes):
+def test_stream_refuses_several_sequences_from_a_configuration(manager, model, changes):
     config = GenerationConfig(max_new_tokens=4, pad_token_id=PAD, **changes)
     with pytest.raises(ConfigError, match="one sequence"):
         list(manager.stream(model, tokenizer(), "w1", generation_config=config))
@@ -854,7 +852,7 @@ def test_stream_refuses_several_sequences_of_a_configuration(manager, model, cha
         )
 
 
-def test_async_stream_gives_the_same_in_order_and_leaves_the_loop_free(manager, model):
+def test_async_stream_equals_stream_and_does_not_block_the_loop(manager, model):
     plain = list(manager.stream(model, tokenizer(), "w1 w5 w9", **GREEDY))
 
     async def read():

@@ -1,4 +1,4 @@
-"""What a rule does at tokens that our hooks did not see: nothing, a stop, an error or a call, as it says."""
+"""At a token that our hooks did not see, a rule does what its on_blind says: pass, stop, raise or call."""
 
 import warnings
 
@@ -7,7 +7,7 @@ import torch
 
 from conftest import PAD, make_model, make_pack
 from probemon import DynamicProbeManager
-from probemon.errors import ConceptRaised, ConfigError, NotSupportedDecoding
+from probemon.errors import ConceptRaised, ConfigError, UnsupportedDecoding
 
 PROMPT = torch.tensor([[1, 5, 9, 13, 7]])
 GREEDY = {"max_new_tokens": 14, "do_sample": False, "pad_token_id": PAD, "eos_token_id": None}
@@ -36,14 +36,14 @@ def manager(model, tmp_path):
     return DynamicProbeManager(make_pack(tmp_path / "pack", model))
 
 
-def test_a_blind_token_stops_its_row(manager, model):
+def test_unseen_token_stops_its_sequence(manager, model):
     with manager.attach(model, on_gap="report") as run:
         run.on(["c9", "c10"], above=0.9999999, on_blind="stop")
         out = model.generate(PROMPT, **GREEDY)
     assert out.shape[1] - 1 == UNSEEN[0] + 1  # the token sampled meanwhile is still in it
 
 
-def test_a_blind_token_raises_and_says_why(manager, model):
+def test_unseen_token_raises_with_the_reason(manager, model):
     with manager.attach(model, on_gap="report") as run:
         run.on("c9", above=0.9999999, on_blind="raise")
         with pytest.raises(ConceptRaised, match=r"is not known at row 0, column 7: the host did not run") as raised:
@@ -51,7 +51,7 @@ def test_a_blind_token_raises_and_says_why(manager, model):
     assert raised.value.event.blind and raised.value.event.column == UNSEEN[0]
 
 
-def test_a_blind_token_calls_and_leaves_the_streak_as_it_was(manager, model):
+def test_unseen_token_calls_the_callback_and_keeps_the_streak(manager, model):
     blind, met = [], []
     with manager.attach(model, on_gap="report") as run:
         run.on("c9", above=0.0, for_tokens=4, action=met.append, on_blind=blind.append)
@@ -61,7 +61,7 @@ def test_a_blind_token_calls_and_leaves_the_streak_as_it_was(manager, model):
     assert [event.column for event in met] == [10]  # 5, 6, 9, 10
 
 
-def test_only_rules_that_pass_are_warned_of(manager, model):
+def test_only_rules_that_pass_are_warned_about(manager, model):
     with warnings.catch_warnings(record=True) as caught, manager.attach(model, on_gap="report") as run:
         warnings.simplefilter("always")
         run.on("c9", above=0.9999999)
@@ -72,7 +72,7 @@ def test_only_rules_that_pass_are_warned_of(manager, model):
 
 
 @pytest.mark.parametrize(("at_first", "then"), [("pass", "stop"), ("record", "pass")])
-def test_rules_that_held_at_blind_tokens_are_warned_of_whatever_holds_at_the_end(manager, model, at_first, then):
+def test_rules_that_passed_unseen_tokens_are_warned_about_after_an_update(manager, model, at_first, then):
     with warnings.catch_warnings(record=True) as caught, manager.attach(model, on_gap="report") as run:
         warnings.simplefilter("always")
         run.update(rules=[{"concept": "c9", "above": 0.9999999, "on_blind": at_first}])
@@ -83,11 +83,11 @@ def test_rules_that_held_at_blind_tokens_are_warned_of_whatever_holds_at_the_end
     assert ("so 1 rule could not be asked of them" in told) == (at_first == "pass")
 
 
-def test_what_cannot_be_done_is_refused(manager, model):
+def test_invalid_on_blind_is_refused(manager, model):
     with manager.attach(model, on_gap="report") as run:
         with pytest.raises(ConfigError, match="on_blind is 'halt'"):
             run.on("c9", above=0.5, on_blind="halt")
         run.on("c9", above=0.9999999, action=lambda event: None, on_blind="stop")
-        with pytest.raises(NotSupportedDecoding, match="cannot end one beam"):
+        with pytest.raises(UnsupportedDecoding, match="cannot end one beam"):
             model.generate(PROMPT, num_beams=2, **GREEDY)
     assert torch.equal(model.generate(PROMPT, **GREEDY), model.generate(PROMPT, **GREEDY))

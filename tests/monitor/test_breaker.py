@@ -1,4 +1,4 @@
-"""A breaker: errors of scoring make tokens unseen and end nothing; scoring pauses, is tried again, and comes back."""
+"""A breaker turns scoring errors into unseen tokens; scoring pauses, is tried again, and recovers."""
 
 import types
 
@@ -62,14 +62,14 @@ def attach(watched, **settings):
     )
 
 
-def test_without_a_breaker_an_error_ends_the_generation(watched):
+def test_error_without_a_breaker_ends_the_generation(watched):
     watched.broken.steps = (2,)
     with watched.manager.attach(watched.model), pytest.raises(RuntimeError, match="broken"):
         watched.model.generate(PROMPT, **GREEDY)
 
 
 @pytest.mark.parametrize("where", ["steps", "waits"])
-def test_one_error_leaves_one_token_unseen_and_the_others_as_ever(watched, where):
+def test_one_error_leaves_one_token_unseen_and_the_others_unchanged(watched, where):
     with watched.manager.attach(watched.model) as run:
         plain = watched.model.generate(PROMPT, **GREEDY)
     expected = run.result(plain)
@@ -93,7 +93,7 @@ def test_one_error_leaves_one_token_unseen_and_the_others_as_ever(watched, where
     assert "after 1 errors" in run.health().checks[-1].what
 
 
-def test_after_some_errors_scoring_pauses_and_comes_back_by_one_try(watched):
+def test_scoring_pauses_after_some_errors_and_recovers_after_a_try(watched):
     watched.broken.steps = (2, 3, 4, 5)
     clock = Clock()
     with attach(watched, errors=3, retry_after=10.0) as run:
@@ -111,7 +111,7 @@ def test_after_some_errors_scoring_pauses_and_comes_back_by_one_try(watched):
     assert run.breaker.n_opened == 2 and run.breaker.n_errors == 4
 
 
-def test_a_prompt_that_cannot_be_scored_is_unseen_and_what_follows_begins_with_nothing(watched):
+def test_unscored_prompt_is_unseen_and_later_tokens_are_scored(watched):
     watched.broken.prompt = True
     with attach(watched) as run:
         out = watched.model.generate(PROMPT, **GREEDY)
@@ -119,7 +119,7 @@ def test_a_prompt_that_cannot_be_scored_is_unseen_and_what_follows_begins_with_n
     assert unseen[:5] == (FAILED,) * 5 and not any(unseen[5:-1])
 
 
-def test_rules_say_what_follows_where_scoring_failed(watched):
+def test_rules_follow_on_blind_when_scoring_failed(watched):
     watched.broken.steps = (3,)
     with attach(watched) as run:
         run.on("c9", above=0.999, on_blind="raise")
@@ -127,7 +127,7 @@ def test_rules_say_what_follows_where_scoring_failed(watched):
             watched.model.generate(PROMPT, **GREEDY)
 
 
-def test_an_open_breaker_fails_the_health(watched):
+def test_open_breaker_fails_the_health(watched):
     watched.broken.steps = range(100)
     with attach(watched, errors=1) as run:
         watched.model.generate(PROMPT, **GREEDY)
@@ -135,7 +135,7 @@ def test_an_open_breaker_fails_the_health(watched):
     assert check.state == "failed" and not run.health().ok and "scoring pauses (open)" in check.what
 
 
-def test_it_opens_for_errors_that_come_together_alone():
+def test_breaker_opens_only_for_errors_close_together():
     clock = Clock()
     spread, together = circuit(clock), circuit(clock)
     for clock.now in (0.0, 5.1, 10.2, 15.3):
@@ -145,7 +145,7 @@ def test_it_opens_for_errors_that_come_together_alone():
     assert spread.state == CLOSED and together.state == OPEN
 
 
-def test_one_caller_tries_and_a_pause_grows_up_to_its_most():
+def test_one_caller_retries_and_pauses_grow_to_a_maximum():
     clock = Clock()
     one = circuit(clock, errors=1)
     one.failed()
@@ -172,6 +172,6 @@ def test_one_caller_tries_and_a_pause_grows_up_to_its_most():
 
 
 @pytest.mark.parametrize("wrong", [{"errors": 0}, {"within": 0}, {"retry_after": -1.0}])
-def test_a_breaker_that_cannot_be_is_refused(wrong):
+def test_invalid_breaker_settings_are_refused(wrong):
     with pytest.raises(ConfigError, match=next(iter(wrong))):
         Breaker(**wrong)

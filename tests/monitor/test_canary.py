@@ -1,4 +1,4 @@
-"""A canary's scores are those of one plain forward over its text, and what makes the host another is heard."""
+"""A canary's scores equal those of one plain forward over its text, and a changed model is detected."""
 
 import threading
 
@@ -28,7 +28,7 @@ def manager(tmp_path, host):
     return DynamicProbeManager(make_pack(tmp_path / "pack", host, sites=SITES))
 
 
-def test_scores_of_a_song_are_those_of_one_plain_forward(manager, host):
+def test_canary_scores_equal_those_of_one_plain_forward(manager, host):
     canary = Canary(manager, host, make_tokenizer(), n_tokens=5)
     song = canary.sing()
     everything = manager.score_all(states(host, manager.pack, song.out[0, :-1].tolist())).numpy()
@@ -38,7 +38,7 @@ def test_scores_of_a_song_are_those_of_one_plain_forward(manager, host):
     assert differ(canary.sing().scores, song.scores) == ""
 
 
-def test_forwards_of_another_thread_are_no_part_of_it(manager, host):
+def test_forwards_of_another_thread_do_not_affect_the_canary(manager, host):
     canary = Canary(manager, host, make_tokenizer(), n_tokens=5)
     song = canary.sing()
 
@@ -61,7 +61,7 @@ def test_recurrent_sites_are_compared_too(tmp_path, site):
     assert canary.compare(canary.sing()) < 1e-6
 
 
-def test_another_text_or_other_states_without_us_are_heard(manager, host):
+def test_changed_text_or_hidden_states_are_detected(manager, host):
     canary = Canary(manager, host, make_tokenizer(), n_tokens=5)
     song = canary.sing()
     handle = host.model.layers[2].mlp.register_forward_hook(lambda module, args, output: output.roll(1, -1))
@@ -76,15 +76,15 @@ def test_another_text_or_other_states_without_us_are_heard(manager, host):
     assert canary.compare(song) < 1e-6
 
 
-def test_scores_by_a_little_others_are_heard(manager, host):
+def test_slightly_different_scores_are_detected(manager, host):
     song = Canary(manager, host, make_tokenizer()).sing()
     moved = song.scores.take(np.arange(len(song.scores)))
     moved.values[-1] += 0.01
-    assert differ(moved, song.scores).startswith("the canary's scores are others, by 0.01")
-    assert differ(song.scores.take(np.arange(3)), song.scores) == "the canary's active concepts are others"
+    assert differ(moved, song.scores).startswith("the canary's scores are different, by 0.01")
+    assert differ(song.scores.take(np.arange(3)), song.scores) == "the canary's active concepts are different"
 
 
-def test_a_song_that_is_not_seen_says_why(manager, host):
+def test_unseen_canary_gives_the_reason(manager, host):
     with torch.no_grad():
         host.model.embed_tokens.weight.fill_(float("nan"))
     with pytest.warns(UserWarning, match="weights are others"), pytest.raises(Blind, match="is not finite"):

@@ -1,4 +1,4 @@
-"""Followers: everything that a run does, told in order, in the thread that generates; what they raise ends nothing."""
+"""Followers hear everything a run does, in order and in the generating thread; their errors end nothing."""
 
 import threading
 from contextlib import nullcontext
@@ -58,7 +58,7 @@ class Diary(Follower):
         return [what[1:] for what in self.heard if what[0] == kind]
 
 
-def test_all_that_a_run_does_is_told_in_order(model, pack):
+def test_followers_hear_everything_in_order(model, pack):
     diary = Diary()
     with DynamicProbeManager(pack).attach(model) as run:
         run.on("c1", above=0.0, action="record")
@@ -83,7 +83,7 @@ def test_all_that_a_run_does_is_told_in_order(model, pack):
 
 
 @pytest.mark.parametrize("judged", [None, "stop", "pass"])
-def test_what_stopped_a_row_is_told_once(model, pack, judged):
+def test_stop_of_a_sequence_is_reported_once(model, pack, judged):
     diary = Diary()
     with DynamicProbeManager(pack).attach(model) as run:
         run.follow(diary)
@@ -93,7 +93,7 @@ def test_what_stopped_a_row_is_told_once(model, pack, judged):
     assert [event.column for (event,) in diary.of("stopped")] == ([] if judged == "pass" else [6])
 
 
-def test_an_end_by_an_error_is_told_with_it(model, pack):
+def test_generation_ended_by_an_error_is_reported_with_it(model, pack):
     diary = Diary()
     with DynamicProbeManager(pack).attach(model) as run, pytest.raises(ConceptRaised):
         run.follow(diary)
@@ -104,7 +104,7 @@ def test_an_end_by_an_error_is_told_with_it(model, pack):
 
 
 @pytest.mark.parametrize("reported", [True, False])
-def test_gaps_are_told_whether_they_are_reported_or_raised(model, pack, reported):
+def test_gaps_reach_followers_whether_reported_or_raised(model, pack, reported):
     diary, gaps = Diary(), []
     with DynamicProbeManager(pack).attach(
         model, on_gap="report" if reported else "raise", followers=[hears(gap=gaps.append)]
@@ -117,7 +117,7 @@ def test_gaps_are_told_whether_they_are_reported_or_raised(model, pack, reported
     assert run.n_gaps == len(told) and gaps == told == list(run.gaps) if reported else gaps == told
 
 
-def test_what_a_follower_raises_ends_no_generation(model, pack):
+def test_error_of_a_follower_ends_no_generation(model, pack):
     class Broken(Follower):
         def scored(self, batch, scores):
             raise ValueError("broken")
@@ -131,7 +131,7 @@ def test_what_a_follower_raises_ends_no_generation(model, pack):
     assert torch.equal(out, expected) and run.n_failures == len(diary.of("scored")) == 6
 
 
-def test_who_is_refused_is_not_told(model, pack):
+def test_refused_follower_hears_nothing(model, pack):
     class Refusing(Diary):
         def began(self, run):
             raise ValueError("refused")

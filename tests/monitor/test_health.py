@@ -1,4 +1,4 @@
-"""Health says what a run is blind to: each state of blindness is made on a real tiny host, and each is named."""
+"""Health names each way in which a run can be blind; each is produced on a real tiny model."""
 
 import copy
 import json
@@ -46,7 +46,7 @@ def warned(health):
     return {check.name: check.what for check in health.wrong if check.state == "warning"}
 
 
-def test_a_run_that_sees_is_healthy_before_it_runs_while_it_runs_and_after(manager, host):
+def test_working_run_is_healthy_before_during_and_after(manager, host):
     run, during = manager.attach(host), []
     assert failed(run.health()) == {"attached": "nothing is watched yet"}
     with run:
@@ -63,7 +63,7 @@ def test_a_run_that_sees_is_healthy_before_it_runs_while_it_runs_and_after(manag
     assert all(check["state"] == "ok" and check["remedy"] == "" for check in content["checks"])
 
 
-def test_a_hook_that_was_removed_is_named_at_once_and_after_the_end(manager, host):
+def test_removed_hook_is_named_at_once_and_after_the_end(manager, host):
     with manager.attach(host, on_gap="report") as run:
         host.model.layers[1]._forward_hooks.clear()
         assert failed(run.health()) == {"hooks": "our hook at resid_post.1 was removed"}
@@ -78,14 +78,14 @@ def test_a_hook_that_was_removed_is_named_at_once_and_after_the_end(manager, hos
 
 
 @pytest.mark.parametrize("hooks", ["_forward_hooks", "_forward_pre_hooks"])
-def test_hooks_of_the_decoder_that_were_removed_are_named(manager, host, hooks):
+def test_removed_decoder_hooks_are_named(manager, host, hooks):
     with manager.attach(host) as run:
         getattr(host.model, hooks).clear()
         found = failed(run.health())
         assert found.keys() == {"hooks"} and "LlamaModel was removed" in found["hooks"]
 
 
-def test_one_gap_that_was_raised_is_counted(manager, host):
+def test_one_raised_gap_is_counted(manager, host):
     with manager.attach(host) as run, Blinded(host, [0]), pytest.raises(AlignmentError):
         host.generate(PROMPT, **GREEDY)
     found = failed(run.health())
@@ -95,7 +95,7 @@ def test_one_gap_that_was_raised_is_counted(manager, host):
     )
 
 
-def test_few_tokens_past_the_hooks_are_a_warning_and_many_a_failure(manager, host):
+def test_few_unseen_tokens_are_a_warning_and_many_a_failure(manager, host):
     long = {**GREEDY, "max_new_tokens": 100}
     with manager.attach(host, on_gap="report") as run:
         with Blinded(host, [3]):
@@ -108,7 +108,7 @@ def test_few_tokens_past_the_hooks_are_a_warning_and_many_a_failure(manager, hos
     assert not many.ok and failed(many)["tokens"] == f"2 of 112 tokens were not seen ({GAP}: 2)"
 
 
-def test_a_layer_whose_call_was_replaced_is_blind_and_one_whose_forward_was_is_doubtful(manager, host):
+def test_replaced_layer_call_fails_and_replaced_forward_warns(manager, host):
     layer = host.model.layers[1]
     with manager.attach(host) as run:
         own = layer.forward
@@ -123,7 +123,7 @@ def test_a_layer_whose_call_was_replaced_is_blind_and_one_whose_forward_was_is_d
         assert "no hook runs" in failed(run.health())["hooks"]
 
 
-def test_a_forward_of_the_decoder_that_runs_layers_past_their_hooks_is_named_and_what_it_did_is_too(manager, host):
+def test_decoder_forward_that_bypasses_layer_hooks_is_named_and_its_tokens_unseen(manager, host):
     decoder = host.model
 
     def forward(self, *args, **kwargs):
@@ -142,7 +142,7 @@ def test_a_forward_of_the_decoder_that_runs_layers_past_their_hooks_is_named_and
     assert failed(run.health()).keys() == {"gaps", "tokens"}
 
 
-def test_a_layer_or_a_list_of_layers_put_in_place_of_ours_is_named(manager, host):
+def test_replaced_layer_or_layer_list_is_named(manager, host):
     layers = host.model.layers
     with manager.attach(host) as run:
         own, layers[1] = layers[1], copy.deepcopy(layers[0])
@@ -156,7 +156,7 @@ def test_a_layer_or_a_list_of_layers_put_in_place_of_ours_is_named(manager, host
         assert not run.health().wrong
 
 
-def test_a_hook_that_edits_after_ours_is_doubtful_and_readers_are_not(manager, host):
+def test_later_hook_that_edits_states_is_a_warning_and_a_reader_is_not(manager, host):
     with manager.attach(host) as run, manager.attach(host) as other:
         with torch.no_grad():
             host(PROMPT, output_hidden_states=True)  # transformers puts hooks of its own
@@ -171,7 +171,7 @@ def test_a_hook_that_edits_after_ours_is_doubtful_and_readers_are_not(manager, h
     handle.remove()
 
 
-def test_generate_that_is_no_longer_ours_is_named(manager, host):
+def test_replaced_generate_is_named(manager, host):
     with manager.attach(host) as run, manager.attach(host) as other:
         ours = host.generate
         host.generate = lambda *args, **kwargs: ours(*args, **kwargs)
@@ -183,7 +183,7 @@ def test_generate_that_is_no_longer_ours_is_named(manager, host):
         assert not run.health().wrong and not other.health().wrong
 
 
-def test_weights_that_are_no_numbers_fail_and_say_where_to_look(manager, host):
+def test_nan_weights_fail_the_states_check_with_a_remedy(manager, host):
     with manager.attach(host) as run:
         with torch.no_grad():
             host.model.layers[0].mlp.down_proj.weight.fill_(float("nan"))
@@ -192,7 +192,7 @@ def test_weights_that_are_no_numbers_fail_and_say_where_to_look(manager, host):
     assert "weights" in named(run.health(), "states").remedy
 
 
-def test_a_host_that_changed_while_it_was_watched_is_a_warning(manager, host):
+def test_model_that_changes_within_a_recording_is_a_warning(manager, host):
     with manager.attach(host) as run:
         host.generate(PROMPT, **GREEDY)
         with torch.no_grad():
@@ -219,7 +219,7 @@ class Broken:
         pass
 
 
-def test_what_callbacks_raised_and_sinks_lost_is_told(manager, host):
+def test_callback_errors_and_lost_sink_tokens_are_reported(manager, host):
     def action(event):
         raise ZeroDivisionError("of the action")
 
@@ -233,14 +233,14 @@ def test_what_callbacks_raised_and_sinks_lost_is_told(manager, host):
     assert "no space left on device" in found["sinks"]
 
 
-def test_a_run_whose_model_ran_nothing_warns_once_it_has_ended(manager, host):
+def test_run_whose_model_ran_nothing_warns_after_its_end(manager, host):
     with manager.attach(copy.deepcopy(host)) as run:
         host.generate(PROMPT, **GREEDY)
     assert run.health().ok and warned(run.health())["tokens"] == "the model ran nothing while it was watched"
 
 
 @pytest.mark.parametrize("n_here", [0, 1], ids=["nothing here", "a generation here"])
-def test_what_another_thread_runs_is_told_of_a_run_of_one_thread(manager, host, n_here):
+def test_one_thread_run_mentions_forwards_of_other_threads(manager, host, n_here):
     def other():
         with torch.no_grad():
             host.generate(PROMPT, **GREEDY)
@@ -263,7 +263,7 @@ def test_what_another_thread_runs_is_told_of_a_run_of_one_thread(manager, host, 
         assert check.remedy == "Attach in the thread that generates, or without one_thread=True."
 
 
-def test_rules_of_a_run_of_one_thread_say_that_another_one_generated(manager, host):
+def test_one_thread_run_with_rules_warns_if_only_another_thread_generated(manager, host):
     with (
         pytest.warns(UserWarning, match=r"1 rule and 0 sinks set, but this .* ran nothing in the one thread .* it ran"),
         manager.attach(host, one_thread=True) as run,
@@ -274,7 +274,7 @@ def test_rules_of_a_run_of_one_thread_say_that_another_one_generated(manager, ho
         thread.join()
 
 
-def test_a_first_forward_that_is_under_way_is_no_failure(manager, host):
+def test_first_forward_in_progress_is_not_a_failure(manager, host):
     seen = []
     handle = host.model.layers[2].register_forward_pre_hook(lambda *args: seen.append(run.health()))
     with manager.attach(host) as run, torch.no_grad():
@@ -283,7 +283,7 @@ def test_a_first_forward_that_is_under_way_is_no_failure(manager, host):
     assert seen[0].ok and named(seen[0], "tokens").what == "the first forward has not ended yet"
 
 
-def test_states_of_a_check_are_three(tmp_path):
+def test_check_has_one_of_three_states(tmp_path):
     with pytest.raises(ConfigError, match="state"):
         Check("hooks", "fine", "so")
     bad, doubt, fine = (Check(state, state, "what", "Mend it.") for state in ("failed", "warning", "ok"))
@@ -292,14 +292,14 @@ def test_states_of_a_check_are_three(tmp_path):
     assert str(bad) == "failed, failed: what. Mend it." and health.with_checks([fine]).checks[-1] == fine
 
 
-def test_groups_of_packs_have_the_same_health(model, pack, two_sites):
+def test_group_of_packs_has_the_same_health_checks(model, pack, two_sites):
     manager = DynamicProbeManager({"one": pack, "two": two_sites})
     with manager.attach(model) as run:
         model.generate(PROMPT, **GREEDY)
     assert not run.health().wrong and "6 hooks" in named(run.health(), "hooks").what
 
 
-def test_sites_inside_layers_are_looked_after_too(host, tmp_path):
+def test_sites_inside_layers_are_checked_too(host, tmp_path):
     manager = DynamicProbeManager(make_pack(tmp_path / "pack", host, sites=("mlp_out.0", "attn_out.2")))
     with manager.attach(host) as run:
         assert not run.health().wrong

@@ -1,4 +1,4 @@
-"""What watching costs is told with an interval that has the truth in it."""
+"""The measured overhead of watching comes with an interval that contains the true value."""
 
 import threading
 import time
@@ -25,7 +25,7 @@ def generating(model, taken=None):
     return side
 
 
-def test_the_two_sides_make_a_step_each_in_turn_and_generate_what_they_would_alone():
+def test_sides_alternate_steps_and_generate_as_they_would_alone():
     model, steps, lock = make_model(), [], threading.Lock()
     other, outs = shared_copy(model), []
 
@@ -46,7 +46,7 @@ def test_the_two_sides_make_a_step_each_in_turn_and_generate_what_they_would_alo
     ).tolist()  # fmt: skip
 
 
-def test_a_copy_has_the_weights_themselves_and_no_later_hook():
+def test_shared_copy_has_the_same_weights_and_no_later_hooks():
     model = make_model()
     other = shared_copy(model)
     model.register_forward_hook(lambda *_: pytest.fail("the copy has the hook"))
@@ -59,7 +59,7 @@ def test_a_copy_has_the_weights_themselves_and_no_later_hook():
 
 
 @pytest.mark.parametrize("failing", [0, 1])
-def test_a_side_that_fails_ends_the_other_and_is_told(failing):
+def test_failing_side_ends_the_other_and_is_reported(failing):
     model = make_model()
     other, n, before = shared_copy(model), [], threading.active_count()
 
@@ -74,7 +74,7 @@ def test_a_side_that_fails_ends_the_other_and_is_told(failing):
     assert threading.active_count() == before
 
 
-def test_what_a_side_does_more_is_found_and_nothing_where_both_do_the_same():
+def test_extra_work_of_a_side_is_measured_and_equal_sides_show_none():
     model = make_model()
     other, times = shared_copy(model), {}
     extra = 0.004
@@ -99,7 +99,7 @@ def test_what_a_side_does_more_is_found_and_nothing_where_both_do_the_same():
     assert low * 0.8 < 100 * extra / host < high * 1.2 and value > 0
 
 
-def test_hosts_exchange_what_they_do_from_turn_to_turn_and_each_begins_as_often():
+def test_sides_swap_models_between_turns_and_start_equally_often():
     model, begun = make_model(), []
 
     def side(name):
@@ -113,7 +113,7 @@ def test_hosts_exchange_what_they_do_from_turn_to_turn_and_each_begins_as_often(
     assert "".join(begun) == "abcdbadc" * 2
 
 
-def test_it_is_measured_until_the_interval_is_narrow_or_the_time_is_up(pack, model):
+def test_measurement_ends_at_a_narrow_interval_or_when_time_is_up(pack, model):
     manager, inputs = DynamicProbeManager(pack), {"input_ids": IDS, "attention_mask": torch.ones_like(IDS)}
     wide = overhead(manager, model, inputs, n_tokens=3, width_pct=1e9, most_seconds=600)
     assert wide.is_resolved and wide.n_steps == 8 * 2

@@ -1,4 +1,4 @@
-"""A result in a notebook: its tokens in the colours of their concepts, details on hover; no token is obeyed."""
+"""A result in a notebook shows its tokens in the colours of their concepts; no token can inject HTML."""
 
 import sys
 from dataclasses import replace
@@ -104,7 +104,7 @@ def test_coverage_and_summary_are_those_of_the_result(manager, model):
             assert " › ".join(concept.path) in cells and f"{concept.strength:+.1f}" in cells
 
 
-def test_a_text_unlike_the_calibration_is_said_to_be(manager, model):
+def test_unfamiliar_text_is_reported_above_a_share(manager, model):
     result = generated(manager, model)
     for n_far, said in ((2, False), (3, True)):
         far = np.zeros(len(result), np.int64)
@@ -115,7 +115,7 @@ def test_a_text_unlike_the_calibration_is_said_to_be(manager, model):
         assert ("Caution: 3 of 30 tokens (10%) are unlike the text" in text) == said == ("Caution" in text)
 
 
-def test_what_was_excluded_and_what_a_budget_left_out_is_said(manager, model):
+def test_excluded_and_shed_probes_are_reported(manager, model):
     result = generated(manager, model)
     assert "excluded" not in read(result._repr_html_()).text and "budget" not in read(result._repr_html_()).text
     excluded, shed = np.full(len(result), 6), np.zeros(len(result), np.int64)
@@ -123,10 +123,10 @@ def test_what_was_excluded_and_what_a_budget_left_out_is_said(manager, model):
     scores = replace(result.scores, coverage=replace(result.coverage, excluded=excluded, shed=shed))
     tokens = RecordedTokens(result.row, result.position, result.token_id, result.phase, scores)
     text = read(Result(result.pack, Tokenizer(), tokens)._repr_html_()).text
-    assert ", 6.0 excluded a token, of which nothing is known; at 2 tokens a budget left out some of what is" in text
+    assert ", 6.0 excluded a token (nothing is known about them); at 2 tokens the latency budget left out" in text
 
 
-def test_precision_is_told_where_the_pack_says_it(model, tmp_path):
+def test_precision_is_shown_if_the_pack_states_it(model, tmp_path):
     concepts = [{"id": "a", "name": "a", "parents": [], "precision": {"mine": 0.875}}]
     g = torch.Generator().manual_seed(3)
     pack = make_pack(
@@ -139,7 +139,7 @@ def test_precision_is_told_where_the_pack_says_it(model, tmp_path):
     assert "88%" in [text for _, _, text in page.of("td")]
 
 
-def test_what_cannot_fire_is_ranked_and_not_coloured(model, tmp_path):
+def test_concepts_that_cannot_fire_are_ranked_and_not_coloured(model, tmp_path):
     pack = make_pack(tmp_path / "p", model, alert_threshold=torch.full((40,), float("nan")))
     result = generated(DynamicProbeManager(pack, load_threshold=0.2), model)
     assert without_thresholds(pack).all()
@@ -150,17 +150,17 @@ def test_what_cannot_fire_is_ranked_and_not_coloured(model, tmp_path):
     assert "ranked, not firing" in page.text and "No concept fired" not in page.text
 
 
-def test_concepts_that_never_fire_are_told_of(model, tmp_path):
+def test_concepts_that_never_fire_are_listed(model, tmp_path):
     threshold = torch.full((40,), 0.25)
     threshold[[3, 9]], threshold[11] = 1.0, float("nan")
     pack = make_pack(tmp_path / "p", model, alert_threshold=threshold)
     result = generated(DynamicProbeManager(pack, strategy="descent"), model)
     text = read(result._repr_html_()).text
     assert "2 concepts never fire (alert threshold 1): 'concept 3', 'concept 9'." in text
-    assert "1 concept has no alert threshold: nothing says when they fire." in text
+    assert "1 concept has no alert threshold and cannot fire." in text
 
 
-def test_tokens_that_fire_are_told_of_where_no_sentence_is_about_them(model, tmp_path):
+def test_firing_tokens_are_mentioned_if_no_sentence_lists_them(model, tmp_path):
     pack = make_pack(tmp_path / "p", model, alert_threshold=torch.full((40,), 0.2), aggregated={"max": torch.ones(40)})
     result = generated(DynamicProbeManager(pack), model)
     n_firing = sum(len(result.scores.fired(token)) > 0 for token in result.tokens_of(0, "generated"))
@@ -170,7 +170,7 @@ def test_tokens_that_fire_are_told_of_where_no_sentence_is_about_them(model, tmp
     assert "No concept fired" not in text
 
 
-def test_nothing_of_a_hostile_token_is_obeyed(manager, model, tmp_path):
+def test_hostile_token_is_shown_as_text(manager, model, tmp_path):
     result = generated(manager, model, HOSTILE)
     html = result._repr_html_()
     shown = read(html).tokens()
@@ -186,7 +186,7 @@ def test_nothing_of_a_hostile_token_is_obeyed(manager, model, tmp_path):
 
 
 @pytest.mark.skipif(chromium.find() is None, reason="no Chromium here")
-def test_in_a_browser_it_runs_nothing_and_asks_for_nothing(manager, model, tmp_path):
+def test_html_runs_nothing_and_requests_nothing_in_a_browser(manager, model, tmp_path):
     result = generated(manager, model, HOSTILE)
     (tmp_path / "page.html").write_text(f"<!doctype html><meta charset=utf-8><body>{result._repr_html_()}", "utf-8")
     with chromium.Browser(tmp_path) as opened:
@@ -198,7 +198,7 @@ def test_in_a_browser_it_runs_nothing_and_asks_for_nothing(manager, model, tmp_p
 
 
 @pytest.mark.parametrize("times", [1, 29, 4000])
-def test_of_a_long_result_the_answer_is_shown_and_what_is_left_out_is_counted(manager, model, times):
+def test_long_result_shows_the_answer_and_counts_omitted_tokens(manager, model, times):
     short = generated(manager, model)
     result = longer(short, times, Tokenizer())
     page = read(result._repr_html_())
@@ -215,7 +215,7 @@ def test_of_a_long_result_the_answer_is_shown_and_what_is_left_out_is_counted(ma
     assert [text for _, _, text in page.tokens()[begin : begin + 5]] == words
 
 
-def test_of_many_rows_the_first_are_shown(manager, model):
+def test_many_sequences_show_only_the_first(manager, model):
     result = generated(manager, model, batch=BATCH[1:].repeat(11, 1), n=3)
     page = read(result._repr_html_())
     assert [text for _, _, text in page.of("b") if text.startswith("Row")] == [f"Row {row}" for row in range(8)]
@@ -225,7 +225,7 @@ def test_of_many_rows_the_first_are_shown(manager, model):
 # -- while the model generates -------------------------------------------------------------------
 
 
-def test_the_live_view_has_the_tokens_of_the_stream(manager, model):
+def test_live_view_shows_the_tokens_of_the_stream(manager, model):
     view, events = LiveText(), []
     for event in manager.stream(model, Tokenizer(), "x", max_new_tokens=9, do_sample=False, eos_token_id=None):
         view.add(event)
@@ -240,7 +240,7 @@ def test_the_live_view_has_the_tokens_of_the_stream(manager, model):
     assert len(page.tokens()) == 400 and "of which the first 609 are no longer shown" in page.text
 
 
-def test_show_says_what_it_needs_and_stops_the_model(manager, model, monkeypatch):
+def test_show_outside_a_notebook_raises_and_closes_the_stream(manager, model, monkeypatch):
     def stream():
         return manager.stream(model, Tokenizer(), "x", max_new_tokens=9, do_sample=False, eos_token_id=None)
 
@@ -257,5 +257,5 @@ def test_show_says_what_it_needs_and_stops_the_model(manager, model, monkeypatch
         show(stream(), every_seconds=-1)
 
 
-def test_an_empty_page_is_whole():
+def test_empty_fragment_is_valid_html():
     assert read(fragment("t", [])).text == "t"

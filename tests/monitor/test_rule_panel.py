@@ -1,4 +1,4 @@
-"""Rules that are asked together are met where each, asked by itself, is met, in the same order."""
+"""Rules evaluated together give the same events, in the same order, as rules evaluated one by one."""
 
 import itertools
 
@@ -45,7 +45,7 @@ def one_by_one(rules, placed, scores, states):
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_rules_asked_together_are_met_where_each_is(pack, seed):
+def test_rules_together_give_the_events_of_each_alone(pack, seed):
     rng = np.random.default_rng(seed)
     generator = torch.Generator().manual_seed(seed)
     numbered = list(enumerate(random_rules(rng, 30, pack.n_probes)))

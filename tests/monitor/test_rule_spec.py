@@ -1,4 +1,4 @@
-"""A rule is written once: what its fields mean is compared with plain Python over the scores of a full result."""
+"""The fields of a rule mean what plain Python over the scores of a full result says."""
 
 import dataclasses
 import json
@@ -71,7 +71,7 @@ def met(manager, scores, conditions, for_tokens, within, aggregate, n_prompt):
 @pytest.mark.parametrize(
     ("n_concepts", "for_tokens", "aggregate"), [(1, 1, None), (1, 2, "ema:0.5"), (2, 1, None), (3, 2, "max")]
 )
-def test_rules_are_met_where_plain_python_says(manager, model, within, n_concepts, for_tokens, aggregate):
+def test_events_equal_those_of_plain_python(manager, model, within, n_concepts, for_tokens, aggregate):
     rng, n_met = np.random.default_rng(n_concepts), 0
     ids = [concept["id"] for concept in manager.pack.concepts]
     wanted = [[int(one) for one in rng.choice(len(ids), n_concepts, replace=False)] for _ in range(12)]
@@ -96,7 +96,7 @@ def test_rules_are_met_where_plain_python_says(manager, model, within, n_concept
 
 
 @torch.no_grad()
-def test_what_the_prompt_says_stops_a_row_at_its_first_token(manager, model):
+def test_prompt_rule_stops_a_sequence_at_its_first_generated_token(manager, model):
     scores = scores_of(manager, model, torch.cat([PROMPTS, PROMPTS[:, :1]], 1), MASK)
     highest = {row: np.max([scores[row, column] for column in range(2, 7)], axis=0) for row in (0, 1)}
     probe = int(np.argmax(highest[1] - highest[0]))
@@ -113,7 +113,7 @@ def test_what_the_prompt_says_stops_a_row_at_its_first_token(manager, model):
 
 @torch.no_grad()
 @pytest.mark.parametrize("on_blind", ["pass", "stop"])
-def test_a_prompt_that_came_in_a_cache_is_told_as_unjudged(manager, model, on_blind):
+def test_prompt_from_a_cache_is_reported_as_unevaluated(manager, model, on_blind):
     from transformers import DynamicCache
 
     cache = DynamicCache()
@@ -124,12 +124,12 @@ def test_a_prompt_that_came_in_a_cache_is_told_as_unjudged(manager, model, on_bl
         model.generate(first, past_key_values=cache, **GREEDY)
 
 
-def test_the_first_probe_of_a_pack_is_named_by_its_number(manager):
+def test_probe_zero_is_named_by_its_number(manager):
     assert [rule.probe for rule in RuleSpec(0, above=0.5).rules(manager.pack)] == [0]
     assert [rule.probes for rule in RuleSpec(all_of=[0, "c1"], above=0.5).rules(manager.pack)] == [(0, 1)]
 
 
-def test_what_a_rule_says_goes_through_json_and_is_what_its_schema_takes():
+def test_rule_survives_json_and_matches_its_schema():
     spec = RuleSpec(all_of=["a", "b"], above=0.5, for_tokens=2, within="any", action="record", aggregate="mean")
     told = json.loads(json.dumps(spec.to_dict()))
     assert RuleSpec.from_dict(told) == dataclasses.replace(spec, all_of=("a", "b"))
@@ -155,13 +155,13 @@ def test_what_a_rule_says_goes_through_json_and_is_what_its_schema_takes():
         ({"concept": "a", "withn": "any"}, "withn", "did you mean 'within'"),
     ],
 )
-def test_a_field_that_cannot_be_is_named(fields, field, said):
+def test_invalid_rule_field_is_named(fields, field, said):
     with pytest.raises(RuleError, match=re.escape(said)) as caught:
         RuleSpec.from_dict(fields)
     assert caught.value.field == field and isinstance(caught.value, ConfigError)
 
 
-def test_a_field_of_a_rule_stands_in_two_files():
+def test_rule_fields_are_read_in_two_files_only():
     """In what holds and in what asks a rule. (A judge has a time `within` which it answers.)"""
     root, own = Path(__file__).parents[2] / "probemon", {"monitor/rule_spec.py", "monitor/rule_panel.py"}
     source = {

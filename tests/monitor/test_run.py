@@ -1,4 +1,4 @@
-"""A run: it changes nothing, leaves nothing, refuses the wrong host, and acts on what it sees."""
+"""A run changes nothing in the model, leaves nothing behind, refuses the wrong model, and acts on what it sees."""
 
 import copy
 import gc
@@ -15,7 +15,7 @@ from transformers import StoppingCriteria, StoppingCriteriaList
 
 from conftest import PAD, make_model, make_pack, n_hooks, not_in_oldest
 from probemon import DynamicProbeManager
-from probemon.errors import AlignmentError, ArenaFull, ConfigError, HostMismatch, UnknownConcept
+from probemon.errors import AlignmentError, ArenaFull, ConfigError, ModelMismatch, UnknownConcept
 from probemon.monitor.breaker import Breaker
 from probemon.ops.budget import Budget
 
@@ -100,7 +100,7 @@ class Kept:
         {"keep_tokens": 9},
     ],
 )
-def test_nothing_is_left_of_a_run_that_is_entered_and_dropped(manager, options, caplog):
+def test_dropped_run_leaves_nothing_behind(manager, options, caplog):
     """With rules, a sink and a generation behind it; the sink has all that was sent to it."""
     model, sink = make_model(), Kept()
     run = manager.attach(model, **options)
@@ -120,7 +120,7 @@ def test_nothing_is_left_of_a_run_that_is_entered_and_dropped(manager, options, 
         assert again.result(model.generate(PROMPT, max_new_tokens=3, **NO_EOS)).coverage.totals()
 
 
-def test_nothing_is_left_of_a_run_whose_own_callables_refer_to_it(manager):
+def test_dropped_run_with_self_referencing_callbacks_leaves_nothing(manager):
     model = make_model()
 
     def drop():
@@ -135,7 +135,7 @@ def test_nothing_is_left_of_a_run_whose_own_callables_refer_to_it(manager):
     assert n_hooks(model) == 0 and shadowed(model) == []
 
 
-def test_run_that_is_dropped_while_another_thread_generates_ends_as_one_that_is_closed(manager, caplog):
+def test_run_dropped_while_another_thread_generates_ends_like_a_closed_one(manager, caplog):
     model, inside, dropped = make_model(), threading.Event(), threading.Event()
 
     class Waits(StoppingCriteria):
@@ -158,7 +158,7 @@ def test_run_that_is_dropped_while_another_thread_generates_ends_as_one_that_is_
     assert "1 generation under way is not watched any more" in caplog.text
 
 
-def test_run_that_something_holds_is_not_taken_off(manager):
+def test_run_that_is_still_referenced_is_not_detached(manager):
     model = make_model()
     with ExitStack() as stack:
         stack.enter_context(manager.attach(model))
@@ -171,7 +171,7 @@ def test_run_that_something_holds_is_not_taken_off(manager):
     assert n_hooks(model) == 0
 
 
-def test_nothing_is_left_after_a_normal_exit(manager, model):
+def test_normal_exit_leaves_nothing_behind(manager, model):
     before = n_hooks(model)
     with manager.attach(model) as run:
         assert n_hooks(model) > before and shadowed(model)
@@ -182,7 +182,7 @@ def test_nothing_is_left_after_a_normal_exit(manager, model):
         pass
 
 
-def test_a_run_says_what_it_watches(manager, model):
+def test_run_repr_says_what_it_watches(manager, model):
     run, host = manager.attach(model), f"LlamaForCausalLM {model.config.name_or_path!r} by 'random'"
     assert repr(run) == f"MonitorRun(not entered yet: {host}, 0 rules, 0 recordings)"
     with run:
@@ -192,7 +192,7 @@ def test_a_run_says_what_it_watches(manager, model):
     assert repr(run) == f"MonitorRun(ended: {host}, 1 rule, 1 recording)"
 
 
-def test_nothing_is_left_after_an_exception_inside_generate(manager, model):
+def test_exception_inside_generate_leaves_nothing_behind(manager, model):
     before, pinned = n_hooks(model), manager.arena.stats().n_pinned
 
     def explode(module, args):
@@ -210,7 +210,7 @@ def test_nothing_is_left_after_an_exception_inside_generate(manager, model):
     assert run.result(out).coverage.n_unseen == 1
 
 
-def test_generation_after_a_failed_one_in_the_same_run_is_right(manager, model):
+def test_generation_after_a_failed_one_is_right(manager, model):
     with manager.attach(model) as run:
         handle = model.model.layers[2].register_forward_pre_hook(lambda m, a: 1 / 0)
         with pytest.raises(ZeroDivisionError):
@@ -220,7 +220,7 @@ def test_generation_after_a_failed_one_in_the_same_run_is_right(manager, model):
     assert run.result(out).coverage.n_unseen == 1
 
 
-def test_two_runs_on_one_model_see_the_same_and_part_in_any_order(pack, model):
+def test_two_runs_on_one_model_see_the_same_and_detach_in_any_order(pack, model):
     before = n_hooks(model)
     first, second = DynamicProbeManager(pack).attach(model), DynamicProbeManager(pack, keep_top_k=0).attach(model)
     first.__enter__()
@@ -246,9 +246,9 @@ def test_two_runs_on_one_model_see_the_same_and_part_in_any_order(pack, model):
         ({"layers": 4}, "made for 3 layers, LlamaForCausalLM has 4"),
     ],
 )
-def test_host_of_another_shape_is_refused_and_left_alone(manager, change, words):
+def test_model_of_another_shape_is_refused_and_left_alone(manager, change, words):
     other = make_model(**change)
-    with pytest.raises(HostMismatch, match=words):
+    with pytest.raises(ModelMismatch, match=words):
         manager.attach(other)
     assert n_hooks(other) == 0 and not shadowed(other)
 
@@ -258,33 +258,33 @@ def test_other_weights_warn_and_strict_refuses(manager):
     with pytest.warns(UserWarning, match="this model's weights are others") as caught:
         manager.attach(other)
     assert caught[0].filename == __file__
-    with pytest.raises(HostMismatch, match=r"this model.s weights are others.*without strict"):
+    with pytest.raises(ModelMismatch, match=r"this model.s weights are others.*without strict"):
         manager.attach(other, strict=True)
 
 
-def test_strict_refuses_a_pack_that_names_no_host(model, tmp_path):
+def test_strict_refuses_a_pack_without_a_fingerprint(model, tmp_path):
     unknown = make_pack(tmp_path / "p", model, host={"model_id": "?"})
     DynamicProbeManager(unknown).attach(model)
-    with pytest.raises(HostMismatch, match="records no fingerprint"):
+    with pytest.raises(ModelMismatch, match="records no fingerprint"):
         DynamicProbeManager(unknown).attach(model, strict=True)
 
 
-def test_site_the_host_lacks_leaves_no_hook(model, tmp_path):
+def test_missing_site_leaves_no_hook(model, tmp_path):
     before = n_hooks(model)
     beyond = make_pack(tmp_path / "p", model, sites=("resid_post.0", "resid_post.7"))
     told = r"reads resid_post\.7, LlamaForCausalLM has layers 0\.\.2: use a pack that was made for this model, or load "
-    with pytest.raises(HostMismatch, match=told):
+    with pytest.raises(ModelMismatch, match=told):
         DynamicProbeManager(beyond).attach(model)
     assert n_hooks(model) == before
 
 
-def test_hook_removed_by_someone_else_is_an_error_not_a_calm_answer(manager, model):
+def test_hook_removed_by_others_is_an_error(manager, model):
     with manager.attach(model), pytest.raises(AlignmentError, match="without reaching"):
         model.model.layers[1]._forward_hooks.clear()
         model.generate(PROMPT, max_new_tokens=2, **NO_EOS)
 
 
-def test_host_that_runs_past_the_hooks_is_an_error(manager, model):
+def test_forward_that_bypasses_the_hooks_is_an_error(manager, model):
     with manager.attach(model), pytest.raises(AlignmentError, match="past our hooks"):
         model.model._forward_pre_hooks.clear()
         model.model._forward_hooks.clear()
@@ -312,7 +312,7 @@ def test_concept_in_a_rule_is_evaluated_at_every_token(manager, model):
     assert None not in values[:-1] and values[-1] is None
 
 
-def test_stop_ends_the_row_at_the_right_token(manager, model):
+def test_stop_ends_the_sequence_at_the_right_token(manager, model):
     with manager.attach(model) as run:
         run.on("c9", above=0.9999999)
         free = model.generate(PROMPT, max_new_tokens=12, do_sample=False, **NO_EOS)
@@ -335,14 +335,14 @@ def test_stop_ends_the_row_at_the_right_token(manager, model):
     assert event.path[-1] == "concept 9" and event.for_tokens == 2
 
 
-def test_stop_works_without_passing_the_criteria(manager, model):
+def test_stop_works_without_passing_stopping_criteria(manager, model):
     with manager.attach(model) as run:
         run.on("c0", above=0.0)
         out = model.generate(PROMPT, max_new_tokens=12, do_sample=False, **NO_EOS)
     assert out.shape[1] == 5 + 2
 
 
-def test_stop_ends_one_row_and_pads_it(manager, model):
+def test_stop_ends_one_sequence_and_pads_it(manager, model):
     ids, mask = BATCH, (BATCH != PAD).long()
     options = {"attention_mask": mask, "max_new_tokens": 8, "do_sample": False, "eos_token_id": 60, "pad_token_id": PAD}
     with manager.attach(model) as run:
@@ -408,13 +408,13 @@ def test_rule_that_a_paged_arena_cannot_pin_is_refused(pack, model):
         manager.arena.check_integrity()
 
 
-def test_rule_without_a_threshold_needs_one(model, tmp_path):
+def test_rule_on_a_concept_without_a_threshold_needs_above(model, tmp_path):
     bare = make_pack(tmp_path / "p", model, alert_threshold=torch.full((40,), float("nan")))
     with DynamicProbeManager(bare).attach(model) as run, pytest.raises(ConfigError, match="give above="):
         run.on("c1")
 
 
-def test_watched_online_equals_a_paged_arena(pack, model):
+def test_paged_arena_gives_the_same_online_scores(pack, model):
     one = -(-pack.weight_bytes() // pack.n_probes)
     results = []
     for arena_bytes in (None, 5 * one):
@@ -426,7 +426,7 @@ def test_watched_online_equals_a_paged_arena(pack, model):
     assert np.array_equal(results[0].probes, results[1].probes) and np.array_equal(results[0].values, results[1].values)
 
 
-def test_rules_keep_the_streaks_of_two_threads_apart(manager, model):
+def test_streaks_of_two_threads_are_separate(manager, model):
     """Two threads take turns token by token: each one's streak is its own."""
     events, turn = [], threading.Barrier(2)
 
@@ -453,7 +453,7 @@ def test_rules_keep_the_streaks_of_two_threads_apart(manager, model):
 # -- the result ----------------------------------------------------------------------------------
 
 
-def test_top_is_the_best_of_every_token_by_strength(manager, model):
+def test_top_ranks_each_concepts_best_token_by_strength(manager, model):
     with manager.attach(model) as run:
         out = model.generate(BATCH, attention_mask=(BATCH != PAD).long(), max_new_tokens=5, do_sample=False, **NO_EOS)
     result = run.result(out)
@@ -485,7 +485,7 @@ def test_top_is_the_best_of_every_token_by_strength(manager, model):
     assert result.position[result.at(1, 3)] == 3
 
 
-def test_top_ranks_by_strength_over_each_threshold_or_by_score_without_one(model, tmp_path):
+def test_top_ranks_by_strength_or_by_score_without_thresholds(model, tmp_path):
     thresholds = torch.linspace(0.1, 0.9, 40)[torch.randperm(40, generator=torch.Generator().manual_seed(0))]
     for name, alert in (("calibrated", thresholds), ("not calibrated", torch.full((40,), float("nan")))):
         own = make_pack(tmp_path / name, model, alert_threshold=alert)
@@ -498,7 +498,7 @@ def test_top_ranks_by_strength_over_each_threshold_or_by_score_without_one(model
         assert name != "calibrated" or by_strength != by_score
 
 
-def test_leading_concepts_are_on_paths_of_their_own_and_strongest_first(manager, model):
+def test_leading_concepts_are_on_separate_paths_strongest_first(manager, model):
     with manager.attach(model) as run:
         out = model.generate(PROMPT, max_new_tokens=5, do_sample=False, **NO_EOS)
     result, tree = run.result(out), manager.pack.tree
@@ -514,7 +514,7 @@ def test_leading_concepts_are_on_paths_of_their_own_and_strongest_first(manager,
         assert [c.strength for c in found] == sorted((c.strength for c in found), reverse=True)
 
 
-def test_arrow_table_holds_every_score_and_says_what_was_not_seen(manager, model):
+def test_arrow_table_holds_every_score_and_lists_unseen_tokens(manager, model):
     with manager.attach(model) as run:
         out = model.generate(PROMPT, max_new_tokens=5, do_sample=False, **NO_EOS)
     result = run.result(out)
@@ -539,7 +539,7 @@ def test_arrow_table_holds_every_score_and_says_what_was_not_seen(manager, model
     assert about["coverage"] == result.coverage.totals()
 
 
-def test_without_pyarrow_the_error_names_the_extra(manager, model, monkeypatch):
+def test_missing_pyarrow_names_the_extra(manager, model, monkeypatch):
     with manager.attach(model) as run:
         out = model.generate(PROMPT, max_new_tokens=1, **NO_EOS)
     monkeypatch.setitem(sys.modules, "pyarrow", None)
@@ -547,7 +547,7 @@ def test_without_pyarrow_the_error_names_the_extra(manager, model, monkeypatch):
         run.result(out).to_arrow()
 
 
-def test_what_is_given_once_a_run_has_ended_is_refused(manager, model):
+def test_changes_after_the_end_of_a_run_are_refused(manager, model):
     with manager.attach(model) as run:
         pass
     given = {

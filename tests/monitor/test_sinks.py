@@ -1,4 +1,4 @@
-"""Sinks on random batches, called random: what is tested is that every token arrives, in order, once, or is counted."""
+"""Sinks receive every token of random batches in order and once, or count it as dropped."""
 
 import json
 import os
@@ -197,7 +197,7 @@ def no_thread_is_left():
 
 
 @pytest.mark.parametrize("max_tokens", [1, 7, 64, 10_000])
-def test_memory_keeps_exactly_the_newest_tokens_and_counts_the_others(max_tokens):
+def test_memory_sink_keeps_the_newest_tokens_and_counts_the_others(max_tokens):
     rng = np.random.default_rng(max_tokens)
     sink, everything = MemorySink(max_tokens), []
     sink.open(CONCEPTS)
@@ -213,14 +213,14 @@ def test_memory_keeps_exactly_the_newest_tokens_and_counts_the_others(max_tokens
     sink.close()
 
 
-def test_memory_does_not_grow_by_batches_of_no_tokens():
+def test_memory_sink_does_not_grow_from_empty_batches():
     sink = MemorySink(5)
     for _ in range(10):
         sink.write(make_batch(np.random.default_rng(0), 0)[0])
     assert len(sink._held) == 0
 
 
-def test_a_callback_gets_the_batches_themselves():
+def test_callback_sink_gets_the_batches_themselves():
     got, (batches, _) = [], make_batches()
     write_all(CallbackSink(got.append), batches)
     assert len(got) == len(batches) and all(a is b for a, b in zip(got, batches, strict=True))
@@ -230,7 +230,7 @@ def test_a_callback_gets_the_batches_themselves():
 
 
 @pytest.mark.parametrize("top_k", [None, 0, 1, 3])
-def test_json_lines_hold_every_token_value_by_value(tmp_path, top_k):
+def test_json_lines_hold_every_value_of_every_token(tmp_path, top_k):
     batches, tokens = make_batches()
     write_all(JsonLinesSink(tmp_path / "scores.jsonl", top_k=top_k), batches)
     assert read_lines(tmp_path / "scores.jsonl") == [as_line(token, top_k) for token in tokens]
@@ -238,7 +238,7 @@ def test_json_lines_hold_every_token_value_by_value(tmp_path, top_k):
     assert [p.name for p in tmp_path.iterdir()] == ["scores.jsonl"]
 
 
-def test_json_lines_name_the_unseen_and_why(tmp_path):
+def test_json_lines_name_unseen_tokens_and_the_reason(tmp_path):
     batches, tokens = make_batches(seed=3)
     write_all(JsonLinesSink(tmp_path / "a"), batches)
     found = [(line["position"], line["unseen"]) for line in read_lines(tmp_path / "a") if line["unseen"]]
@@ -246,7 +246,7 @@ def test_json_lines_name_the_unseen_and_why(tmp_path):
 
 
 @pytest.mark.parametrize("beams", [1, 2], ids=["rows", "beams"])
-def test_a_token_whose_row_is_none_of_the_output_is_provisional(model, pack, beams):
+def test_tokens_of_undecided_beams_are_provisional(model, pack, beams):
     ids, sink = torch.tensor([[5, 9, 13], [7, 11, 3], [8, 4, 6]]), MemorySink()
     with DynamicProbeManager(pack).attach(model) as run:
         run.follow(sink)
@@ -262,7 +262,7 @@ def test_a_token_whose_row_is_none_of_the_output_is_provisional(model, pack, bea
         assert all(out[row, position] == token for *_, row, position, token in tokens)
 
 
-def test_a_score_that_is_not_a_number_is_null_in_json(tmp_path):
+def test_nan_score_is_null_in_json(tmp_path):
     batch, tokens = make_batch(np.random.default_rng(2), 9)
     batch.scores.values[0] = np.nan
     write_all(JsonLinesSink(tmp_path / "a"), [batch])
@@ -273,7 +273,7 @@ def test_a_score_that_is_not_a_number_is_null_in_json(tmp_path):
 
 
 @pytest.mark.parametrize("rows_per_group", [1, 7, 64, 50_000])
-def test_parquet_holds_every_score_value_by_value(tmp_path, rows_per_group):
+def test_parquet_holds_every_score_value(tmp_path, rows_per_group):
     path = tmp_path / "scores.parquet"
     batches, tokens = make_batches()
     write_all(ParquetSink(path, rows_per_group=rows_per_group), batches)
@@ -294,7 +294,7 @@ def test_parquet_holds_every_score_value_by_value(tmp_path, rows_per_group):
     ]
 
 
-def test_parquet_names_the_tokens_that_have_no_line(tmp_path):
+def test_parquet_metadata_names_unseen_tokens(tmp_path):
     path, (batches, tokens) = tmp_path / "a.parquet", make_batches(seed=5)
     write_all(ParquetSink(path), batches)
     about = json.loads(pq.read_table(path).schema.metadata[b"probemon"])
@@ -323,7 +323,7 @@ def test_parquet_lists_a_bounded_number_of_unseen_tokens_and_counts_all(tmp_path
     assert about["coverage"]["unseen"] == sum(t["unseen"] != "" for t in tokens) > 2
 
 
-def test_a_generation_that_does_not_fit_its_column_is_an_error_not_another_number(tmp_path):
+def test_generation_number_too_large_for_its_column_is_an_error(tmp_path):
     sink = ParquetSink(tmp_path / "a")
     batch, _ = make_batch(np.random.default_rng(0), 20, generation=2**40)
     sink.open(CONCEPTS)
@@ -342,7 +342,7 @@ def test_parquet_without_pyarrow_names_the_extra(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("make", FILES)
 @pytest.mark.parametrize("batches", [[], [make_batch(np.random.default_rng(0), 0)[0]]])
-def test_nothing_written_is_an_empty_file_that_can_be_read(tmp_path, make, batches):
+def test_sink_without_tokens_writes_a_readable_empty_file(tmp_path, make, batches):
     write_all(make(tmp_path / "a"), batches)
     assert (
         (read_lines(tmp_path / "a") == []) if make is JsonLinesSink else (pq.read_table(tmp_path / "a").num_rows == 0)
@@ -350,7 +350,7 @@ def test_nothing_written_is_an_empty_file_that_can_be_read(tmp_path, make, batch
 
 
 @pytest.mark.parametrize("make", FILES)
-def test_the_file_has_its_name_only_when_it_is_whole(tmp_path, make):
+def test_file_gets_its_name_only_when_it_is_complete(tmp_path, make):
     sink = make(tmp_path / "a")
     assert list(tmp_path.iterdir()) == []
     sink.open(CONCEPTS)
@@ -362,7 +362,7 @@ def test_the_file_has_its_name_only_when_it_is_whole(tmp_path, make):
 
 
 @pytest.mark.parametrize("make", FILES)
-def test_failure_half_way_leaves_neither_the_file_nor_its_temporary(tmp_path, make):
+def test_failure_midway_leaves_no_file_and_no_temporary(tmp_path, make):
     sink = make(tmp_path / "a", **({"rows_per_group": 1} if make is ParquetSink else {}))
     sink.open(CONCEPTS)
     sink.write(make_batches()[0][1])
@@ -379,7 +379,7 @@ def test_failure_half_way_leaves_neither_the_file_nor_its_temporary(tmp_path, ma
 @pytest.mark.parametrize(
     "harm", [lambda file: os.truncate(file, 3), lambda file: file.write_bytes(file.read_bytes() + b"more")]
 )
-def test_a_file_that_another_cut_off_or_wrote_to_is_an_error_not_a_file(tmp_path, make, harm):
+def test_file_truncated_or_extended_by_others_is_an_error(tmp_path, make, harm):
     sink = make(tmp_path / "a", **({"rows_per_group": 1} if make is ParquetSink else {}))
     sink.open(CONCEPTS)
     batches = make_batches()[0]
@@ -395,7 +395,7 @@ def test_a_file_that_another_cut_off_or_wrote_to_is_an_error_not_a_file(tmp_path
 
 
 @pytest.mark.parametrize("make", FILES)
-def test_an_existing_file_is_refused_before_any_work_and_untouched(tmp_path, make):
+def test_existing_file_is_refused_at_once_and_untouched(tmp_path, make):
     (tmp_path / "a").write_text("mine")
     with pytest.raises(ConfigError, match="a exists: give another name, or overwrite=True"):
         make(tmp_path / "a")
@@ -406,7 +406,7 @@ def test_an_existing_file_is_refused_before_any_work_and_untouched(tmp_path, mak
 
 
 @pytest.mark.parametrize("make", FILES)
-def test_an_existing_file_is_replaced_only_at_the_end(tmp_path, make):
+def test_existing_file_is_replaced_only_at_the_end(tmp_path, make):
     (tmp_path / "a").write_text("mine")
     for failing in (True, False):
         sink = make(tmp_path / "a", overwrite=True)
@@ -422,7 +422,7 @@ def test_an_existing_file_is_replaced_only_at_the_end(tmp_path, make):
 
 
 @pytest.mark.parametrize("make", FILES)
-def test_a_file_that_appears_meanwhile_is_untouched_and_the_scores_are_kept(tmp_path, make):
+def test_file_that_appears_meanwhile_is_untouched_and_scores_are_kept(tmp_path, make):
     sink, (batches, _) = make(tmp_path / "a"), make_batches()
     sink.open(CONCEPTS)
     for batch in batches:
@@ -438,7 +438,7 @@ def test_a_file_that_appears_meanwhile_is_untouched_and_the_scores_are_kept(tmp_
 
 
 @pytest.mark.parametrize("make", FILES)
-def test_a_path_where_no_file_can_stand_is_refused_before_any_work(tmp_path, make):
+def test_path_that_cannot_be_a_file_is_refused_at_once(tmp_path, make):
     with pytest.raises(ConfigError, match="nowhere is not a folder: make it first"):
         make(tmp_path / "nowhere" / "a")
     with pytest.raises(ConfigError, match="is a folder: give the name of a file"):
@@ -446,7 +446,7 @@ def test_a_path_where_no_file_can_stand_is_refused_before_any_work(tmp_path, mak
 
 
 @pytest.mark.parametrize("make", FILES)
-def test_a_file_is_opened_once_and_not_written_outside_of_that(tmp_path, make):
+def test_file_sink_opens_once_and_writes_only_while_open(tmp_path, make):
     sink, batch = make(tmp_path / "a"), make_batches()[0][1]
     sink.close()
     with pytest.raises(SinkFailed, match="not open"):
@@ -471,7 +471,7 @@ def test_a_file_is_opened_once_and_not_written_outside_of_that(tmp_path, make):
         lambda path: Delivery(MemorySink(), max_batches=True),
     ],
 )
-def test_a_bound_that_counts_nothing_is_refused(tmp_path, make):
+def test_invalid_sink_limits_are_refused(tmp_path, make):
     with pytest.raises(ConfigError, match="give a whole number"):
         make(tmp_path / "a")
 
@@ -480,7 +480,7 @@ def test_a_bound_that_counts_nothing_is_refused(tmp_path, make):
 
 
 @pytest.mark.parametrize("make", FILES)
-def test_a_delivered_file_is_the_same_as_one_written_directly(tmp_path, make):
+def test_delivered_file_equals_one_written_directly(tmp_path, make):
     batches, tokens = make_batches()
     delivery = started(make(tmp_path / "a"), CONCEPTS)
     for batch in batches:
@@ -491,7 +491,7 @@ def test_a_delivered_file_is_the_same_as_one_written_directly(tmp_path, make):
     assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
 
 
-def test_put_does_not_wait_for_a_slow_sink_and_counts_what_it_drops():
+def test_put_does_not_wait_for_a_slow_sink_and_counts_drops():
     sink, rng, n, k = Gate(), np.random.default_rng(0), 5, 3
     delivery = started(sink, CONCEPTS, max_batches=n)
     batches = [make_batch(rng, 2 + i, generation=i)[0] for i in range(n + k + 1)]
@@ -519,7 +519,7 @@ def test_put_does_not_wait_for_a_slow_sink_and_counts_what_it_drops():
         (("open", "close"), 0, "open failed"),
     ],
 )
-def test_a_sink_that_raises_is_closed_and_counted_and_others_are_unaffected(at, n_written, message):
+def test_failing_sink_is_closed_and_counted_and_others_are_unaffected(at, n_written, message):
     sink, well = Fragile(*at), MemorySink()
     deliveries = [started(sink, CONCEPTS), started(well, CONCEPTS)]
     batches = [make_batch(np.random.default_rng(i), 1, generation=i)[0] for i in range(6)]
@@ -534,7 +534,7 @@ def test_a_sink_that_raises_is_closed_and_counted_and_others_are_unaffected(at, 
     assert deliveries[1].stats() == SinkStats(6, 0, 0, None) and well.batches == batches
 
 
-def test_what_is_put_after_the_sink_failed_is_dropped_before_close_is_called():
+def test_tokens_put_after_a_failure_are_dropped_at_once():
     sink = Fragile("open")
     delivery = started(sink, CONCEPTS)
     assert sink.closed.wait(20)
@@ -543,7 +543,7 @@ def test_what_is_put_after_the_sink_failed_is_dropped_before_close_is_called():
     delivery.close()
 
 
-def test_a_failing_file_leaves_nothing_all_of_it_is_dropped_and_its_error_is_kept(tmp_path):
+def test_failing_file_sink_leaves_no_file_and_keeps_its_error(tmp_path):
     delivery = started(JsonLinesSink(tmp_path / "a"), CONCEPTS)
     for batch in (make_batches()[0][1], bad_batch(), make_batches()[0][1]):
         delivery.put(batch)
@@ -553,7 +553,7 @@ def test_a_failing_file_leaves_nothing_all_of_it_is_dropped_and_its_error_is_kep
 
 
 @pytest.mark.parametrize("kind", FILES)
-def test_what_is_in_a_file_that_cannot_be_finished_is_dropped_and_in_one_that_lies_elsewhere_written(kind, tmp_path):
+def test_tokens_of_an_unfinished_file_are_dropped_and_of_a_renamed_one_written(kind, tmp_path):
     sink, other = kind(tmp_path / "a"), kind(tmp_path / "b")
     deliveries = [started(one, CONCEPTS) for one in (sink, other)]
     sink._check_whole = lambda n_bytes: 1 / 0
@@ -567,7 +567,7 @@ def test_what_is_in_a_file_that_cannot_be_finished_is_dropped_and_in_one_that_li
     assert len(list(tmp_path.iterdir())) == 2  # the other file, and the finished one beside it
 
 
-def test_a_callback_that_ends_the_program_ends_only_its_delivery():
+def test_callback_that_exits_ends_only_its_delivery():
     sink = Gate()
     sink.write = lambda batch: sys.exit("enough")
     delivery = started(sink, CONCEPTS)
@@ -576,7 +576,7 @@ def test_a_callback_that_ends_the_program_ends_only_its_delivery():
     assert counts(delivery) == (0, 4, 0) and isinstance(delivery.stats().error, SystemExit) and sink.closed.is_set()
 
 
-def test_a_stuck_sink_is_given_up_counted_and_named():
+def test_stuck_sink_is_given_up_counted_and_named():
     sink = Gate()
     delivery = started(sink, CONCEPTS)
     (worker,) = [thread for thread in threading.enumerate() if thread.name == "probemon Gate"]
@@ -597,7 +597,7 @@ def test_a_stuck_sink_is_given_up_counted_and_named():
     assert len(sink.batches) == 1  # the one it held; nothing after that
 
 
-def test_close_delivers_everything_queued_first_and_may_be_called_twice():
+def test_close_delivers_everything_queued_and_can_be_called_twice():
     sink = Gate()
     delivery = started(sink, CONCEPTS)
     batches = [make_batch(np.random.default_rng(i), 3, generation=i)[0] for i in range(50)]
@@ -614,7 +614,7 @@ def test_close_delivers_everything_queued_first_and_may_be_called_twice():
     assert counts(delivery) == (150, 0, 0) and [b.generation for b in sink.batches] == list(range(50))
 
 
-def test_a_sink_may_close_its_own_delivery():
+def test_sink_may_close_its_own_delivery():
     got = []
 
     def last(batch):
@@ -628,7 +628,7 @@ def test_a_sink_may_close_its_own_delivery():
 
 
 @pytest.mark.parametrize("max_batches", [1, 3, 1024])
-def test_no_token_is_lost_or_counted_twice_while_several_threads_put(max_batches):
+def test_concurrent_puts_lose_and_repeat_no_token(max_batches):
     n_threads, each = 4, 150
     sizes = np.random.default_rng(max_batches).integers(0, 6, size=(n_threads, each))
     made = {n: make_batch(np.random.default_rng(n), n)[0] for n in range(6)}

@@ -1,6 +1,4 @@
-"""Probes of recurrent states and steps: at every token of every row the score of that row alone, by plain arithmetic in
-fp64 on what a copy of the host in fp64 keeps; and packs say whether they tell of a token or of all so far.
-"""
+"""Probes of recurrent states and steps score every token as plain fp64 arithmetic over that sequence alone."""
 
 import copy
 import json
@@ -14,7 +12,7 @@ from conftest import PAD, make_model, make_pack, n_hooks
 from corpora import make_tokenizer
 from host.test_state_sites import steps_alone
 from probemon import DynamicProbeManager, ProbePack
-from probemon.errors import ConfigError, HostMismatch, NotSupportedHost, PackCorrupt, PackError, TrainingError
+from probemon.errors import ConfigError, ModelMismatch, PackCorrupt, PackError, TrainingError, UnsupportedModel
 from probemon.host.fingerprint import fingerprint
 from probemon.host.recurrent.state_sites import site_width
 from probemon.lab.corpora.windows import Reading, Window
@@ -76,7 +74,7 @@ def check_rows(pack, exact, site, result, out, n_begin=None):
 
 @pytest.mark.parametrize("site", ["ssm_state.0", "delta.0"])
 @pytest.mark.parametrize("kind", HOSTS)
-def test_scores_are_the_oracles_at_every_token_with_padding_and_beams_and_without_a_cache(tmp_path, kind, site):
+def test_recurrent_scores_equal_the_oracle_with_padding_beams_and_no_cache(tmp_path, kind, site):
     host = make_host(kind)
     exact, pack = copy.deepcopy(host).double(), pack_for(tmp_path, host, site)
     manager = DynamicProbeManager(pack)
@@ -90,7 +88,7 @@ def test_scores_are_the_oracles_at_every_token_with_padding_and_beams_and_withou
         assert n == (30 if "num_beams" not in options else 60)
 
 
-def test_offline_equals_online_and_states_are_collected_with_labels_of_all_tokens_so_far(tmp_path):
+def test_offline_equals_online_and_labels_cover_all_tokens_so_far(tmp_path):
     host, tokenizer = make_host("mamba2", vocab_size=100), make_tokenizer()
     pack = pack_for(tmp_path, host, "ssm_state.1")
     manager = DynamicProbeManager(pack)
@@ -114,11 +112,11 @@ def test_offline_equals_online_and_states_are_collected_with_labels_of_all_token
         ).known_so_far()
 
 
-def test_offline_what_tells_of_all_tokens_so_far_is_not_cut_into_windows(tmp_path):
+def test_probes_over_all_tokens_so_far_are_not_cut_into_windows(tmp_path):
     """A later window begins with an empty state, and with no attention to what came before it."""
     host, tokenizer = make_host("mamba2", vocab_size=100), make_tokenizer()
     texts, short = ["abcdefgh", "abcdefghabcdefgh"], Reading(window=Window(12, 2), special_tokens="none")
-    reason = "16 tokens, more than a window of 12 takes: behind it scores of all tokens so far would begin anew"
+    reason = "16 tokens, more than a window of 12 takes: after it scores of all tokens so far would restart"
     here = pack_for(tmp_path, host, "delta.1", "here")
     for pack, left_out in (
         (pack_for(tmp_path, host, "ssm_state.1", "state"), True),
@@ -139,7 +137,7 @@ def test_offline_what_tells_of_all_tokens_so_far_is_not_cut_into_windows(tmp_pat
         collected.known_so_far()
 
 
-def test_states_of_a_bf16_host_are_kept_in_fp32_beside_its_own(tmp_path):
+def test_recurrent_states_of_a_bf16_model_are_stored_in_fp32(tmp_path):
     host, tokenizer = make_host("mamba2", vocab_size=100).bfloat16(), make_tokenizer()
     sites = ["resid_post.1", "ssm_state.1", "delta.1"]
     first = collect(host, tokenizer, [{"text": "abcdefgh"}], tmp_path / "s", sites=sites)
@@ -161,7 +159,7 @@ def test_states_of_a_bf16_host_are_kept_in_fp32_beside_its_own(tmp_path):
     assert np.allclose(table["delta.1"].to_pylist()[3], first.states("delta.1")[torch.tensor([3])][0])
 
 
-def test_a_compiled_host_is_read_outside_of_its_graphs(tmp_path):
+def test_compiled_model_is_read_outside_its_graphs(tmp_path):
     host = make_host("mamba2")
     exact = copy.deepcopy(host).double()
     ids = BATCH[1:2]
@@ -176,7 +174,7 @@ def test_a_compiled_host_is_read_outside_of_its_graphs(tmp_path):
     assert np.abs(own - scores.numpy()).max() < 2e-5
 
 
-def test_a_second_turn_is_scored_though_nobody_saw_the_first(tmp_path):
+def test_second_turn_is_scored_if_the_first_was_not_watched(tmp_path):
     host = make_host("falcon_h1")
     exact, pack = copy.deepcopy(host).double(), pack_for(tmp_path, host, "ssm_state.1")
     first = host.generate(BATCH[1:2], return_dict_in_generate=True, **GREEDY)
@@ -186,10 +184,10 @@ def test_a_second_turn_is_scored_though_nobody_saw_the_first(tmp_path):
     assert check_rows(pack, exact, "ssm_state.1", run.result(out), out, n_begin=11) == 4 + 6
 
 
-def test_packs_of_unlike_sites_watch_one_host_each_by_its_manager(tmp_path):
+def test_packs_of_recurrent_and_residual_sites_need_separate_managers(tmp_path):
     host = make_host("mamba2")
     packs = [pack_for(tmp_path, host, site, site.partition(".")[0]) for site in ("ssm_state.1", "resid_post.1")]
-    with pytest.raises(ConfigError, match="a recurrent state beside the residual stream"):
+    with pytest.raises(ConfigError, match="a recurrent state and the residual stream"):
         DynamicProbeManager(packs)
     first, second = (DynamicProbeManager(pack).attach(host) for pack in packs)
     with first, second:
@@ -201,18 +199,18 @@ def test_packs_of_unlike_sites_watch_one_host_each_by_its_manager(tmp_path):
     assert n_hooks(host) == 0
 
 
-def test_packs_are_refused_by_hosts_without_the_site_or_of_another_width(tmp_path):
+def test_pack_is_refused_by_models_without_its_site_or_width(tmp_path):
     host = make_host("mamba2")
     manager = DynamicProbeManager(pack_for(tmp_path, host, "ssm_state.1"))
-    with pytest.raises(NotSupportedHost, match=r"site 'ssm_state\.1': layer 1 of LlamaForCausalLM"):
+    with pytest.raises(UnsupportedModel, match=r"site 'ssm_state\.1': layer 1 of LlamaForCausalLM"):
         manager.attach(make_model())
     wider = make_host("mamba2", state_size=7)
-    with pytest.raises(HostMismatch, match=r"reads ssm_state\.1 of 192 values, Mamba2ForCausalLM has 224"):
+    with pytest.raises(ModelMismatch, match=r"reads ssm_state\.1 of 192 values, Mamba2ForCausalLM has 224"):
         manager.attach(wider)
     assert n_hooks(wider) == 0
 
 
-def test_packs_of_the_two_scopes_are_kept_apart(tmp_path):
+def test_packs_of_different_scopes_are_not_mixed(tmp_path):
     host = make_host("mamba2")
     here = pack_for(tmp_path, host, "resid_post.1", "here")
     so_far = pack_for(tmp_path, host, "resid_post.1", "so-far", scope="so far")
@@ -233,5 +231,5 @@ def test_packs_of_the_two_scopes_are_kept_apart(tmp_path):
             ProbePack.open(states.directory)
 
 
-def test_old_packs_tell_of_the_token(tmp_path):
+def test_pack_without_a_scope_scores_the_token_alone(tmp_path):
     assert make_pack(tmp_path / "old", make_model()).scope == "here"

@@ -1,4 +1,4 @@
-"""Streams beside others on one model: what is asked of one, a rule, a sink or a count, is never asked of another."""
+"""Concurrent streams on one model keep their own rules, sinks and counts."""
 
 import asyncio
 import inspect
@@ -14,7 +14,7 @@ from prometheus_client import CollectorRegistry
 from arrangements import tokenizer
 from conftest import PAD
 from probemon import DynamicProbeManager
-from probemon.errors import ConceptRaised, ConfigError, NotSupportedDecoding
+from probemon.errors import ConceptRaised, ConfigError, UnsupportedDecoding
 from probemon.monitor.breaker import Breaker
 from probemon.monitor.sinks import MemorySink
 from probemon.ops.budget import Budget
@@ -49,7 +49,7 @@ def of_the_other(manager, model):
 
 @pytest.mark.parametrize("action", ["stop", "raise"])
 @pytest.mark.parametrize("asynchronous", [False, True], ids=["stream", "stream_async"])
-def test_rules_sinks_and_counts_of_a_stream_are_of_its_own_answer(manager, model, of_the_other, action, asynchronous):
+def test_stream_rules_sinks_and_counts_cover_its_own_answer_only(manager, model, of_the_other, action, asynchronous):
     concept, above, ruled_ids, other_ids = of_the_other
     kept, runs = MemorySink(), []
 
@@ -96,7 +96,7 @@ def test_rules_sinks_and_counts_of_a_stream_are_of_its_own_answer(manager, model
     assert runs[-1].events
 
 
-def test_what_other_threads_run_ends_no_stream_with_a_rule_and_is_refused_by_none(manager, model, of_the_other):
+def test_other_threads_neither_end_nor_disturb_a_stream_with_a_rule(manager, model, of_the_other):
     concept, above, ruled_ids, _ = of_the_other
     for run_beside in (
         lambda: model(torch.tensor([[1, 5, 9]])),
@@ -111,7 +111,7 @@ def test_what_other_threads_run_ends_no_stream_with_a_rule_and_is_refused_by_non
         assert [event.token_id for event in (first, *stream)] == ruled_ids
 
 
-def test_whoever_attaches_for_a_thread_is_told_that_another_run_acts_on_it(manager, model, caplog):
+def test_thread_that_generates_under_another_run_is_warned(manager, model, caplog):
     """Without one_thread a run watches every thread, which is meant of one that watches a process, and not of these."""
     ids, attached = torch.tensor([[1, 5, 9]]), threading.Barrier(2, timeout=60)
 
@@ -132,7 +132,7 @@ def test_whoever_attaches_for_a_thread_is_told_that_another_run_acts_on_it(manag
         assert sum("one_thread=True" in record.message for record in caplog.records) == n_told
 
 
-def test_a_run_that_begins_in_the_middle_of_a_forward_of_another_thread_fails_nobody(manager, model):
+def test_run_that_starts_during_another_threads_forward_fails_nobody(manager, model):
     inside, attached, failed, generated = threading.Event(), threading.Event(), [], []
     ids = torch.tensor([[1, 5, 9]])
 
@@ -162,7 +162,7 @@ def test_a_run_that_begins_in_the_middle_of_a_forward_of_another_thread_fails_no
         def outside():
             try:
                 model.model.forward(ids)  # by a thread that began after the run, so in no forward of before
-            except NotSupportedDecoding as error:
+            except UnsupportedDecoding as error:
                 late.append(error)
 
         thread = threading.Thread(target=outside)
@@ -173,7 +173,7 @@ def test_a_run_that_begins_in_the_middle_of_a_forward_of_another_thread_fails_no
     assert len(run.result(generated[0])) == generated[0].shape[1]  # what that thread runs from then on is watched
 
 
-def test_a_stream_takes_what_attach_takes(manager, model):
+def test_stream_takes_the_options_of_attach(manager, model):
     runs, breaker = [], Breaker()
     options = {"followers": [Budget(ms=1e4)], "breaker": breaker, "keep_tokens": 4, "callback_errors": "report"}
     events = list(manager.stream(model, tokenizer(), OTHER, prepare=runs.append, **options, **GREEDY))
@@ -187,6 +187,6 @@ def test_a_stream_takes_what_attach_takes(manager, model):
 @pytest.mark.parametrize(
     ("name", "meant"), [("folowers", "followers"), ("keep_token", "keep_tokens"), ("prepar", "prepare")]
 )
-def test_an_option_that_is_misspelt_is_our_error(manager, model, name, meant):
+def test_misspelt_stream_option_is_refused_with_the_nearest(manager, model, name, meant):
     with pytest.raises(ConfigError, match=rf"neither a stream nor generate\(\) takes '{name}', did you mean '{meant}'"):
         manager.stream(model, tokenizer(), OTHER, **{name: 5}, **GREEDY)

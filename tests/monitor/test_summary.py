@@ -1,4 +1,4 @@
-"""What is said of a sentence and of an answer: recomputed here token by token."""
+"""Summaries of sentences and answers equal a token-by-token recomputation."""
 
 import math
 from typing import ClassVar
@@ -38,7 +38,7 @@ def run_over(manager, model, ids):
     return run.result(torch.tensor([ids]))
 
 
-def test_sentences_end_at_stops_and_lines_and_hold_the_whole_text(manager, model):
+def test_sentences_end_at_stops_and_newlines_and_cover_the_text(manager, model):
     result = run_over(manager, model, list(range(16)))
     summary = summarise(result, phase=None)
     assert [s.text for s in summary.sentences] == ["the cat sat.\n", " It was warm!", ' "Yes.', '" And so on']
@@ -56,7 +56,7 @@ def test_sentences_end_at_stops_and_lines_and_hold_the_whole_text(manager, model
         (["1", "2", "3", "4", ".", " Yes"], ["1234.", " Yes"]),
     ],
 )
-def test_a_stop_after_an_abbreviation_or_the_number_of_a_line_ends_nothing(texts, sentences):
+def test_full_stop_after_an_abbreviation_or_list_number_ends_no_sentence(texts, sentences):
     assert ["".join(texts[a:b]) for a, b in _bounds(texts)] == sentences
 
 
@@ -93,7 +93,7 @@ def test_concepts_of_a_sentence_are_those_over_their_threshold_in_it(manager, mo
         assert getattr(summary.answer, name) == sum(getattr(sentence, name) for sentence in summary.sentences)
 
 
-def test_at_most_k_concepts_a_sentence_and_an_empty_phase_is_an_empty_answer(manager, model):
+def test_sentence_lists_at_most_k_concepts_and_an_empty_phase_none(manager, model):
     result = run_over(manager, model, [5, 9, 3, 20, 31, 7])
     assert max(len(s.concepts) for s in summarise(result, phase=None, k=1).sentences) == 1
     nothing = summarise(result, phase="generated")
@@ -113,7 +113,7 @@ class Pieces:
         return b"".join(self.words[int(i)] for i in ids).decode(errors="replace").removeprefix(" ")
 
 
-def test_pieces_of_a_character_are_put_together_and_spaces_stay(manager, model):
+def test_byte_pieces_join_into_characters_and_spaces_stay(manager, model):
     ids = torch.tensor([[1, 2, 3, 5, 4, 4]])
     with manager.attach(model, Pieces()) as run, torch.no_grad():
         model(ids)
@@ -122,7 +122,7 @@ def test_pieces_of_a_character_are_put_together_and_spaces_stay(manager, model):
     assert result.texts(np.array([0, 1])) == ["a", " \ufffd"]  # half of one: the space before it stays
 
 
-def test_a_second_turn_on_one_cache_is_summed_up_alone(manager, model):
+def test_second_turn_on_a_cache_is_summarised_alone(manager, model):
     cache, turn = DynamicCache(), {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None}
     with manager.attach(model, Tokenizer()) as run:
         first = model.generate(torch.tensor([[5, 9, 3]]), past_key_values=cache, **turn)
@@ -136,7 +136,7 @@ def test_a_second_turn_on_one_cache_is_summed_up_alone(manager, model):
     assert run.result(first).tokens_of(0, "generated").tolist() == list(range(3, 11))
 
 
-def test_precision_is_that_of_the_set_in_force(model, tmp_path):
+def test_precision_is_that_of_the_current_alert_set(model, tmp_path):
     concepts = [
         {"id": f"c{i}", "name": "c", "parents": [], "precision": stated}
         for i, stated in enumerate([{"a": 0.93}, {"b": 0.5}, {"a": "high"}, 0.9, {"a": True}])
@@ -164,7 +164,7 @@ def fired_in(result):
     return {result.pack.concepts[probe]["id"] for t in range(len(result)) for probe in result.scores.fired(t).tolist()}
 
 
-def test_no_concept_that_fires_is_hidden_by_thresholds_that_were_made_for_others(model, tmp_path):
+def test_no_firing_concept_is_hidden_by_thresholds_of_others(model, tmp_path):
     """Thresholds for a sentence of some concepts, of another alert set, or from before a calibration."""
     ids, options = [5, 9, 3, 20, 31, 7, 19, 44, 2, 16, 50, 8], {"phase": None, "k": 40}
     some = torch.full((40,), torch.nan)
@@ -206,7 +206,7 @@ def test_no_concept_that_fires_is_hidden_by_thresholds_that_were_made_for_others
     assert strengths == sorted(strengths, reverse=True) and len(strengths) > 3 and min(strengths) > 0
 
 
-def test_a_lower_threshold_for_a_sentence_is_reached_and_said_to_be_one(model, tmp_path):
+def test_lower_sentence_threshold_is_reached_and_reported(model, tmp_path):
     """Concepts that exceed it at no alert of a token are found as where every probe is scored, with no share right."""
     ids, options = [5, 9, 3, 20, 31, 7, 19, 44, 2, 16, 50, 8], {"phase": None, "k": 40}
     lower = torch.full((40,), torch.nan)
@@ -238,7 +238,7 @@ def test_a_lower_threshold_for_a_sentence_is_reached_and_said_to_be_one(model, t
 
 
 @pytest.mark.parametrize("of_sentences", [0.2, 0.8])
-def test_what_is_shown_is_so_far_over_its_own_threshold(model, tmp_path, of_sentences):
+def test_shown_concepts_exceed_their_threshold_by_the_stated_strength(model, tmp_path, of_sentences):
     ids, options = [5, 9, 3, 20, 31, 7, 19, 44, 2, 16, 50, 8], {"phase": None, "k": 40}
     pack = make_pack(
         tmp_path / "p",
@@ -258,6 +258,6 @@ def test_what_is_shown_is_so_far_over_its_own_threshold(model, tmp_path, of_sent
     assert any(stretch.concepts for stretch in some)
 
 
-def test_a_stop_inside_a_number_ends_no_sentence():
+def test_full_stop_inside_a_number_ends_no_sentence():
     bounds = _bounds(["It", " is", " 3", ".", "14", ".", " Then", "."])
     assert bounds == [(0, 6), (6, 8)]

@@ -1,6 +1,4 @@
-"""Rules on z-scores and ranks: their events are those that the result gives offline, bit for bit; and the packs they
-compare with.
-"""
+"""Rules on z-scores and ranks give the events of the offline result bit for bit; packs keep their score counts."""
 
 import statistics
 
@@ -15,7 +13,7 @@ from probemon.core.aggregate import Each, over
 from probemon.core.baselines import with_counts
 from probemon.core.score_counts import ScoreCounts, log_odds
 from probemon.core.scores import PROMPT as PROMPT_PHASE
-from probemon.errors import CalibrationError, ConfigError, NotSupportedDecoding, PackCorrupt, PackError
+from probemon.errors import CalibrationError, ConfigError, PackCorrupt, PackError, UnsupportedDecoding
 from probemon.lab.calibration.calibrate import calibrate_alerts
 from probemon.lab.calibration.calibrated_pack import write_calibrated
 from probemon.lab.calibration.score_statistics import ScoreStatistics
@@ -54,7 +52,7 @@ def column(result, probe, row):
 
 @pytest.mark.parametrize("ids", [PROMPT, BATCH], ids=["one row", "padded batch"])
 @pytest.mark.parametrize("aggregate", BASELINES)
-def test_events_are_those_of_the_same_tokens_offline(counted, aggregate, ids):
+def test_baseline_events_equal_the_offline_result_bit_for_bit(counted, aggregate, ids):
     model, manager = make_model(), DynamicProbeManager(counted, load_threshold=0.0)
     met = []
     with manager.attach(model) as run:
@@ -82,7 +80,7 @@ def made_of(text):
     return {"z": ZScore, "rank": Rank}[measure](last, *([Ema(float(of))] if of else []))
 
 
-def test_values_of_a_row_do_not_depend_on_the_rows_beside_it(counted):
+def test_baseline_of_a_sequence_does_not_depend_on_its_batch(counted):
     model, manager = make_model(), DynamicProbeManager(counted, load_threshold=0.0)
     rows = []
     for ids in (BATCH[1:2], BATCH):
@@ -106,14 +104,14 @@ def test_values_of_a_row_do_not_depend_on_the_rows_beside_it(counted):
         ("z:pack:mean", 1, "by mean: probemon calibrate --benign FILE --statistics --aggregate mean counts it"),
     ],
 )
-def test_a_threshold_that_no_value_exceeds_is_refused(counted, aggregate, above, words):
+def test_unreachable_baseline_threshold_is_refused(counted, aggregate, above, words):
     with DynamicProbeManager(counted).attach(make_model()) as run, pytest.raises(ConfigError, match=words):
         run.on("c9", above=above, aggregate=aggregate)
     with pytest.warns(UserWarning), DynamicProbeManager(counted).attach(make_model()) as run:
         run.on("c9", above=2.5, aggregate="z:last:16")
 
 
-def test_of_a_concept_that_was_not_evaluated_there_is_no_baseline(counted):
+def test_concept_that_was_not_evaluated_has_no_baseline(counted):
     model = make_model()
     manager = DynamicProbeManager(counted, load_threshold=0.9, keep_top_k=0, base_layers=[0])
     with manager.attach(model) as run:
@@ -128,7 +126,7 @@ def test_of_a_concept_that_was_not_evaluated_there_is_no_baseline(counted):
 # -- packs ---------------------------------------------------------------------------------------
 
 
-def test_statistics_are_counts_of_running_scores_by_document():
+def test_score_statistics_are_counts_of_running_scores_by_document():
     texts = documents(5, 2)
     texts[1][4] = np.nan
     statistics = ScoreStatistics.of(texts, [3, 7], Ema(0.3))
@@ -148,7 +146,7 @@ def test_statistics_are_counts_of_running_scores_by_document():
         ScoreStatistics.of(texts, [3])
 
 
-def test_packs_made_of_it_keep_what_it_knows(counted, tmp_path):
+def test_derived_packs_keep_their_score_counts(counted, tmp_path):
     own = counted.score_counts("ema(0.3)")[counted.find("c7")].tolist()
     assert counted.counted == ("each", "ema(0.3)") and sum(own) == 360
     for made in (
@@ -170,7 +168,7 @@ def test_packs_made_of_it_keep_what_it_knows(counted, tmp_path):
         group.score_counts("mean")
 
 
-def test_what_is_counted_anew_takes_the_place_of_what_was(counted, tmp_path):
+def test_new_score_counts_replace_old_ones(counted, tmp_path):
     again = ScoreStatistics.of(documents(2, 2), [3, 7])
     made = write_calibrated(counted, tmp_path / "again", statistics=again)
     before, after = counted.score_counts(), made.score_counts()
@@ -190,19 +188,19 @@ def test_what_is_counted_anew_takes_the_place_of_what_was(counted, tmp_path):
         (torch.full((40, 128), -1, dtype=torch.int32), "has a count under 0"),
     ],
 )
-def test_forged_counts_are_named(counted, tmp_path, tensor, words):
+def test_forged_score_counts_are_named(counted, tmp_path, tensor, words):
     forged = forge(counted, tmp_path / "forged", lambda tensors: tensors.update({"score_counts:each": tensor}))
     with pytest.raises(PackCorrupt, match=words):
         ProbePack.open(forged).score_counts()
 
 
-def test_counts_that_are_none_are_not_written(tmp_path):
+def test_invalid_score_counts_are_not_written(tmp_path):
     for wrong in (torch.zeros(40, 128), torch.full((40, 128), -1), torch.zeros(40, 3, dtype=torch.int32)):
         with pytest.raises(PackError, match=r"score_counts\['each'\]"):
             make_pack(tmp_path / "pack", make_model(), score_counts={"each": wrong})
 
 
-def test_nothing_is_calibrated_for_a_baseline():
+def test_calibration_for_a_baseline_is_refused():
     with pytest.raises(ConfigError, match="alert thresholds of z:pack: nothing is calibrated"):
         calibrate_alerts(documents(3, 2), fpr=0.1, aggregate="z:pack")
     with pytest.raises(ConfigError, match="watch is rank:last:64: nothing is calibrated"):
@@ -210,7 +208,7 @@ def test_nothing_is_calibrated_for_a_baseline():
 
 
 @pytest.mark.parametrize("aggregate", ["z:traffic:40", "rank:traffic:16", "z:traffic:64:ema:0.3"])
-def test_traffic_is_of_all_rows_and_runs_in_the_order_in_which_they_came(counted, aggregate):
+def test_traffic_baseline_covers_all_sequences_and_runs_in_order(counted, aggregate):
     model, manager = make_model(), DynamicProbeManager(counted, load_threshold=0.0)
     [rule] = RuleSpec("c9", above=0.4, aggregate=aggregate, action="record").rules(counted)
     [other] = RuleSpec("c2", above=0.4, aggregate=aggregate, action="record").rules(counted)
@@ -252,11 +250,11 @@ def test_traffic_is_of_all_rows_and_runs_in_the_order_in_which_they_came(counted
     assert np.allclose([one[2] for one in met], [one[2] for one in expected], atol=1e-9)
 
 
-def test_traffic_is_refused_where_it_would_not_be_what_came(counted):
+def test_traffic_baseline_is_refused_for_beams_and_offline(counted):
     model, manager = make_model(), DynamicProbeManager(counted)
     with manager.attach(model) as run:
         run.on("c9", above=3.0, aggregate="z:traffic:64", action="record")
-        with pytest.raises(NotSupportedDecoding, match="last tokens of all traffic"):
+        with pytest.raises(UnsupportedDecoding, match="last tokens of all traffic"):
             model.generate(PROMPT, num_beams=2, **GREEDY)
         out = model.generate(PROMPT, **GREEDY)
         with pytest.raises(ConfigError, match="which a result does not know"):

@@ -1,4 +1,4 @@
-"""What is watched changes while the host generates: from a token on, whole, and as an oracle that replays it says."""
+"""An update of what is watched takes effect whole, from one token on, as a replaying oracle shows."""
 
 import json
 import re
@@ -13,7 +13,7 @@ import yaml
 from conftest import make_model, make_pack
 from deployed import GREEDY, PROMPT, text_of, with_pack, written
 from probemon import DynamicProbeManager
-from probemon.errors import ConfigError, DeploymentError, NotSupportedDecoding, UnknownConcept
+from probemon.errors import ConfigError, DeploymentError, UnknownConcept, UnsupportedDecoding
 from probemon.monitor.rule_spec import RuleSpec
 from tapped_states import states_of
 
@@ -65,7 +65,7 @@ def replayed(manager, hidden, n_prompt, changes):
 
 
 @pytest.mark.parametrize("arena", ["resident", "paged"])
-def test_changes_are_those_of_a_replay(folder, arena):
+def test_updates_equal_a_replay(folder, arena):
     model = make_model()
     manager = DynamicProbeManager(folder / "pack", keep_top_k=5, always_on=["c11"])
     if arena == "paged":
@@ -98,7 +98,7 @@ def test_changes_are_those_of_a_replay(folder, arena):
     assert np.allclose([event[2] for event in events], [event[2] for event in expected], atol=1e-5)
 
 
-def test_a_file_that_was_edited_holds_from_a_token_on_and_a_bad_one_changes_nothing(folder):
+def test_edited_file_applies_from_one_token_on_and_a_bad_one_changes_nothing(folder):
     base = text_of(folder).replace("action: stop", "action: record")
     for kind in ("jsonl", "parquet"):
         base += f"{'' if 'sinks:' in base else 'sinks:'}\n  - {{kind: {kind}, path: told.{kind}, overwrite: true}}"
@@ -148,7 +148,7 @@ def test_a_file_that_was_edited_holds_from_a_token_on_and_a_bad_one_changes_noth
 
 
 @pytest.mark.parametrize("n_packs", [1, 2])
-def test_more_that_is_always_on_does_not_exceed_the_limit(tmp_path, n_packs):
+def test_added_always_on_concepts_do_not_exceed_the_limit(tmp_path, n_packs):
     """What a row retained gives way: it was kept while there was room for it."""
     parents = [[] if i < 2 else [f"c{i % 2}"] for i in range(30)]
     bias = torch.tensor([-9.0 if i == 1 else 9.0 for i in range(30)])[:, None]  # what is below c1 is never opened
@@ -170,7 +170,7 @@ def test_more_that_is_always_on_does_not_exceed_the_limit(tmp_path, n_packs):
     assert (coverage.active + coverage.dropped + coverage.not_reached)[:-1].tolist() == [30 * n_packs] * len(out[0, 1:])
 
 
-def test_a_second_turn_still_says_what_was_watched_in_the_first(folder):
+def test_second_turn_still_reports_what_the_first_watched(folder):
     model, manager = make_model(), DynamicProbeManager(folder / "pack")
     few = {**GREEDY, "max_new_tokens": 4, "return_dict_in_generate": True}
     with manager.attach(model) as run:
@@ -184,7 +184,7 @@ def test_a_second_turn_still_says_what_was_watched_in_the_first(folder):
     assert ((result.coverage.excluded > 0) == (result.position >= begin))[result.coverage.seen].all()
 
 
-def test_a_rule_that_comes_between_two_generations_is_not_said_of_the_first(folder):
+def test_rule_added_between_generations_is_not_reported_for_the_first(folder):
     model, manager = make_model(), DynamicProbeManager(folder / "pack", strategy="descent")
     with manager.attach(model) as run:
         run.on("c2", above=0.5, **RECORD)
@@ -199,7 +199,7 @@ def test_a_rule_that_comes_between_two_generations_is_not_said_of_the_first(fold
     ]
 
 
-def test_another_thread_changes_whole_states_alone(folder):
+def test_updates_from_another_thread_are_atomic(folder):
     model, manager = make_model(), DynamicProbeManager(folder / "pack")
     wanted = [(["c0"], "c3"), (["c3"], "c0")]  # a mixture would evaluate what is excluded, or raise
     stop = threading.Event()
@@ -226,11 +226,11 @@ def test_another_thread_changes_whole_states_alone(folder):
             assert not excluded & set(result.scores.active(t).tolist())
 
 
-def test_what_cannot_be_changed_is_refused(folder):
+def test_invalid_update_is_refused(folder):
     model, manager = make_model(), DynamicProbeManager(folder / "pack")
     with manager.attach(model) as run:
         for arguments, said in (
-            ({}, "nothing is to change"),
+            ({}, "update() needs at least one of"),
             ({"rules": [{"above": 0.2}]}, "concept is missing"),
             ({"rules": [{"concept": "c1", "abov": 0.2}]}, "a rule has no 'abov', did you mean 'above'"),
             ({"rules": "c1"}, "rules is 'c1': give a list of dicts"),
@@ -241,17 +241,17 @@ def test_what_cannot_be_changed_is_refused(folder):
                 run.update(**arguments)
         run.follow(lambda placed, scores: run.update(rules=[{"concept": "c3", "above": 0.1, "action": "stop"}]))
         model.generate(PROMPT, num_beams=2, **{**GREEDY, "max_new_tokens": 2})
-        assert isinstance(run.failures[0], NotSupportedDecoding) and len(run.watches) == 1
+        assert isinstance(run.failures[0], UnsupportedDecoding) and len(run.watches) == 1
         run._failures.errors.clear()
         run._failures.n_errors = 0
     assert RuleSpec("c3", above=0.1, for_tokens=1, aggregate=None, action="stop").rules(manager.pack)
 
 
-def test_a_stop_that_came_while_beams_began_is_an_error_where_it_would_act(folder):
+def test_stop_added_while_beams_begin_is_an_error(folder):
     model, manager = make_model(), DynamicProbeManager(folder / "pack")
     with manager.attach(model) as run:
         late = RuleSpec("c9", above=0.0, action="stop").rules(manager.pack)
         # Past the check of run.update, as where the beams begin between that and the change.
         run.follow(lambda placed, scores: run._watches.change(late) if placed.phase == 0 else None)
-        with pytest.raises(NotSupportedDecoding, match="a stop cannot end one beam"):
+        with pytest.raises(UnsupportedDecoding, match="a stop cannot end one beam"):
             model.generate(PROMPT, num_beams=2, **GREEDY)

@@ -1,4 +1,4 @@
-"""Sets of alert thresholds: which one is in force says what fires, and no score depends on it."""
+"""The current set of alert thresholds decides which concepts fire; no score depends on it."""
 
 import copy
 import math
@@ -42,7 +42,7 @@ def pack(model, tmp_path_factory):
     )
 
 
-def test_the_set_in_force_says_what_fires_and_scores_stay(pack):
+def test_alert_set_decides_what_fires_and_changes_no_score(pack):
     hidden = torch.randn(50, HIDDEN)
     assert pack.alert_sets == ("precision_0.9", "rate_0.01") and pack.alert_set == "precision_0.9"
     everything = DynamicProbeManager(pack).score_all(hidden)
@@ -61,7 +61,7 @@ def test_the_set_in_force_says_what_fires_and_scores_stay(pack):
     assert evaluated["precision_0.9"] < evaluated["rate_0.01"]  # exact, and the higher thresholds open less
 
 
-def test_a_copied_and_an_unpickled_manager_keep_the_set(pack):
+def test_copied_or_unpickled_manager_keeps_the_alert_set(pack):
     manager = DynamicProbeManager(pack, alert_set="rate_0.01")
     for other in (copy.deepcopy(manager), pickle.loads(pickle.dumps(manager))):
         assert other.pack.alert_set == "rate_0.01"
@@ -69,7 +69,7 @@ def test_a_copied_and_an_unpickled_manager_keep_the_set(pack):
     assert pack.alert_set == "precision_0.9"  # the pack itself is read-only
 
 
-def test_packs_made_of_it_keep_its_sets_and_calibration_adds_one(pack, tmp_path):
+def test_derived_packs_keep_alert_sets_and_calibration_adds_one(pack, tmp_path):
     low = dict(zip((c["id"] for c in pack.concepts), pack.other_alert_sets()["rate_0.01"].tolist(), strict=True))
 
     def same(made, prefix=""):
@@ -104,7 +104,7 @@ def precisions(pack):
     return np.array([pack.precision(probe) for probe in range(pack.n_probes)])
 
 
-def test_a_concept_that_keeps_its_threshold_keeps_its_precision_in_a_calibrated_set(tmp_path):
+def test_calibration_keeps_the_precision_of_unchanged_thresholds(tmp_path):
     pack = ProbePack.from_pretrained("demo")
     alerts = calibrate_alerts([np.random.default_rng(0).random((400, 2))], fpr=0.1)
     made = write_calibrated(pack, tmp_path / "once", watched=[3, 5], alerts=alerts)
@@ -117,7 +117,7 @@ def test_a_concept_that_keeps_its_threshold_keeps_its_precision_in_a_calibrated_
         np.testing.assert_array_equal(precisions(calibrated.with_alert_set("precision_0.9")), precisions(pack))
 
 
-def test_expand_thresholds_calibrated_for_one_set_do_not_hold_for_another(model, tmp_path):
+def test_expand_thresholds_are_dropped_with_another_alert_set(model, tmp_path):
     made = make_pack(
         tmp_path / "expanding",
         model,
@@ -133,7 +133,7 @@ def test_expand_thresholds_calibrated_for_one_set_do_not_hold_for_another(model,
         DynamicProbeManager(made, alert_set="b", load_threshold="calibrated")
 
 
-def test_wrong_names_are_told(pack, model, tmp_path):
+def test_unknown_alert_set_is_named(pack, model, tmp_path):
     with pytest.raises(ConfigError, match=r"no set of alert thresholds 'rate'.*precision_0\.9, rate_0\.01"):
         DynamicProbeManager(pack, alert_set="rate")
     bare = make_pack(tmp_path / "bare", model)
@@ -166,14 +166,14 @@ def test_wrong_names_are_told(pack, model, tmp_path):
         ProbePack.open(tmp_path / "short")
 
 
-def test_an_analysis_is_of_one_set_and_says_which(pack):
+def test_analysis_is_identified_by_its_alert_set(pack):
     one, other = DynamicProbeManager(pack), DynamicProbeManager(pack, alert_set="rate_0.01")
     for manager in (one, other):
         assert identified(manager.pack)["alert_set"] == manager.pack.alert_set
     assert identified(one.pack) != identified(other.pack)
 
 
-def test_event_says_the_set_of_its_threshold(pack, model):
+def test_event_names_the_alert_set_of_its_threshold(pack, model):
     ids = torch.tensor([[1, 5, 6, 7]])
     events = []
     for name in pack.alert_sets:
@@ -210,7 +210,7 @@ def like_probes(path, **thresholds):
     )
 
 
-def test_under_bounding_probes_all_that_fires_by_any_set_is_found(tmp_path):
+def test_bounding_probes_find_all_that_fires_with_any_alert_set(tmp_path):
     hidden = torch.randn(200, HIDDEN)
     each = torch.full((60,), 0.9)
     flat = like_probes(tmp_path / "flat", alert_threshold=each, alert_set="high", alert_sets={"low": 0.05})
@@ -224,7 +224,7 @@ def test_under_bounding_probes_all_that_fires_by_any_set_is_found(tmp_path):
 
 
 @pytest.mark.parametrize("of_tokens", [0.9, math.nan])
-def test_bounding_probes_open_for_the_threshold_of_a_sentence_too(of_tokens, tmp_path):
+def test_bounding_probes_open_for_sentence_thresholds_too(of_tokens, tmp_path):
     """Whatever comes first: the groups, the threshold of a sentence, or another set and back."""
     hidden, n = torch.randn(200, HIDDEN), 60
     each = torch.full((n,), of_tokens)
@@ -245,7 +245,7 @@ def test_bounding_probes_open_for_the_threshold_of_a_sentence_too(of_tokens, tmp
             assert found[found < n].tolist() == row.nonzero()[:, 0].tolist()
 
 
-def test_under_bounding_probes_all_is_found_that_fires_by_thresholds_written_to(tmp_path):
+def test_bounding_probes_find_all_that_fires_after_thresholds_were_edited(tmp_path):
     """In memory, and in every pack that is made of one whose thresholds were lowered."""
     hidden, n = torch.randn(200, HIDDEN), 60
     flat = like_probes(tmp_path / "flat", alert_threshold=torch.full((n,), 0.95))
@@ -282,7 +282,7 @@ def test_under_bounding_probes_all_is_found_that_fires_by_thresholds_written_to(
         with_hierarchy(pack, {"c1": "c0"}, tmp_path / "no")
 
 
-def test_under_bounding_probes_all_is_found_that_is_listed_by_a_sentences_threshold_written_to(tmp_path):
+def test_bounding_probes_find_all_over_an_edited_sentence_threshold(tmp_path):
     hidden, n = torch.randn(200, HIDDEN), 60
     each = torch.full((n,), 0.95)
     flat = like_probes(tmp_path / "flat", alert_threshold=each, alert_set="usual", aggregated={"max": 0.9})
@@ -306,7 +306,7 @@ def test_under_bounding_probes_all_is_found_that_is_listed_by_a_sentences_thresh
         assert found == {(t, members[i]) for t, i in (every > 0.05).nonzero().tolist()} and len(found) > 1000
 
 
-def test_weights_that_were_written_to_are_not_those_of_the_files(model, tmp_path):
+def test_edited_weights_are_told_apart_from_those_of_the_files(model, tmp_path):
     """Who names a pack by its files tells the two apart, or refuses; a copy has the weights as they are."""
     make_pack(tmp_path / "made", model, n=N)
     as_made, written = (ProbePack.open(tmp_path / "made") for _ in range(2))
@@ -324,7 +324,7 @@ def test_weights_that_were_written_to_are_not_those_of_the_files(model, tmp_path
         DynamicProbeManager(written).attach(make_model(), followers=[drift])
 
 
-def test_expand_thresholds_calibrated_for_others_go_with_thresholds_written_to(model, tmp_path):
+def test_editing_alert_thresholds_drops_calibrated_expand_thresholds(model, tmp_path):
     """As they do with another set: the descent is that of a pack without any."""
     made = make_pack(
         tmp_path / "calibrated",
@@ -344,7 +344,7 @@ def test_expand_thresholds_calibrated_for_others_go_with_thresholds_written_to(m
     assert again.expand_threshold.isnan().all() and again.recommended == {}
 
 
-def test_what_was_measured_at_one_set_is_not_said_of_another(model, tmp_path):
+def test_quality_of_one_alert_set_is_not_stated_for_another(model, tmp_path):
     rates = {"count": 1, "n": 100}
     made = make_pack(
         tmp_path / "measured",
@@ -381,7 +381,7 @@ def test_what_was_measured_at_one_set_is_not_said_of_another(model, tmp_path):
     assert list(calibrated["alerts"].pop("each")["concepts"]) == ["c3"] and calibrated == expected
 
 
-def test_on_what_a_threshold_rests_is_not_said_of_another(pack, tmp_path):
+def test_basis_of_a_threshold_is_not_stated_for_another(pack, tmp_path):
     lines = [{**concept, "alert_threshold_of": "its level"} for concept in pack.concepts]
     said = copy_pack(pack, tmp_path / "said", "As it was", {}, concepts=lines)
 
@@ -402,7 +402,7 @@ def test_on_what_a_threshold_rests_is_not_said_of_another(pack, tmp_path):
         assert not any(says(made))
 
 
-def test_shipped_packs_say_nothing_of_other_thresholds_than_those_in_force(tmp_path):
+def test_shipped_packs_state_quality_of_the_current_thresholds_only(tmp_path):
     """Every figure that a copy with other thresholds keeps is one that no threshold has a part in."""
 
     def figures(said):
@@ -422,7 +422,7 @@ def test_shipped_packs_say_nothing_of_other_thresholds_than_those_in_force(tmp_p
 
 
 @pytest.mark.parametrize("how", ["written", "replaced"])
-def test_thresholds_that_were_written_to_have_no_name_and_no_precision(model, tmp_path, how):
+def test_edited_thresholds_have_no_set_name_and_no_precision(model, tmp_path, how):
     concepts = [
         {
             "id": f"c{i}",
@@ -489,7 +489,7 @@ def test_thresholds_that_were_written_to_have_no_name_and_no_precision(model, tm
 
 @pytest.mark.parametrize("name", ["alert_threshold", "expand_threshold"])
 @pytest.mark.parametrize("of", ["pack", "member", "group"])
-def test_thresholds_that_were_written_to_are_no_thresholds_of_a_manager(tmp_path, name, of):
+def test_editing_thresholds_under_a_manager_is_an_error(tmp_path, name, of):
     """What opens a concept, and what fires, is made of them at different times."""
     model = make_model()
     packs = {key: make_pack(tmp_path / key, model, seed=i) for i, key in enumerate("ab")}
@@ -498,6 +498,6 @@ def test_thresholds_that_were_written_to_are_no_thresholds_of_a_manager(tmp_path
     manager.step(None, {site: hidden for site in manager.pack.sites})
     written = manager.pack if of != "member" else packs["b"]
     getattr(written, name)[:1] = 0.05
-    with pytest.raises(ConfigError, match="written to after the manager was made"):
+    with pytest.raises(ConfigError, match="modified after the manager was made"):
         manager.step(None, {site: hidden for site in manager.pack.sites})
     DynamicProbeManager(packs["a"] if of == "pack" else packs).step(None, {s: hidden for s in manager.pack.sites})

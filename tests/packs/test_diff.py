@@ -1,4 +1,4 @@
-"""Two packs that are alike but for one thing: what differs is named, whichever it is."""
+"""pack_diff names whatever differs between two packs that are otherwise alike."""
 
 import numpy as np
 import pytest
@@ -89,13 +89,13 @@ def other(tmp_path, **changes):
     return make_pack(tmp_path / "b", make_model(), n=N, **{**BASE, **changes})
 
 
-def test_two_packs_of_the_same_are_alike_whatever_their_cards_say(base, tmp_path):
+def test_packs_with_the_same_content_are_alike_whatever_their_cards_say(base, tmp_path):
     difference = pack_diff(base, other(tmp_path, card="# another\n", provenance={"by": "me"}, quality={"auroc": 1.0}))
     assert difference.same and difference.n_same == N and not difference.about
 
 
 @pytest.mark.parametrize("key", OF_ALL)
-def test_what_differs_of_the_packs_as_a_whole_is_named(base, tmp_path, key):
+def test_difference_of_whole_packs_is_named(base, tmp_path, key):
     difference = pack_diff(base, other(tmp_path, **OF_ALL[key]))
     assert not difference.same and key in difference.about
     a, b = difference.about[key]
@@ -103,19 +103,19 @@ def test_what_differs_of_the_packs_as_a_whole_is_named(base, tmp_path, key):
 
 
 @pytest.mark.parametrize("key", OF_ONE)
-def test_what_differs_of_one_concept_is_named_with_that_concept_alone(base, tmp_path, key):
+def test_difference_of_one_concept_is_named_with_that_concept_only(base, tmp_path, key):
     difference = pack_diff(base, other(tmp_path, **OF_ONE[key]))
     assert list(difference.changed) == ["c4"] and list(difference.changed["c4"]) == [key] and not difference.about
     a, b = difference.changed["c4"][key]
     assert (a != b or key.startswith("score_counts:")) and f"{key} of 1 concept differ: c4" in str(difference)
 
 
-def test_states_that_are_familiar_differ_though_their_limit_is_the_same(base, tmp_path):
+def test_familiarity_states_differ_even_with_the_same_limit(base, tmp_path):
     (a,), (b,) = pack_diff(base, other(tmp_path, familiar=familiar(3.0, at=1.0))).about["familiar"]
     assert a["limit"] == b["limit"] == 3.0 and a["states"] != b["states"]
 
 
-def test_requests_of_a_calibration_differ_by_number_by_concept_and_by_site(base, tmp_path):
+def test_drift_counts_differ_by_number_concept_and_site(base, tmp_path):
     counted = with_drift(base, tmp_path / "a")
     assert pack_diff(counted, with_drift(base, tmp_path / "same")).same
     assert list(pack_diff(base, counted).about) == ["drift"] and not pack_diff(base, counted).changed
@@ -126,7 +126,7 @@ def test_requests_of_a_calibration_differ_by_number_by_concept_and_by_site(base,
     assert [stated["n_requests"] for stated in of_more] == [3, 4]
 
 
-def test_the_parent_that_a_path_goes_by_is_named_where_another_comes_first(tmp_path):
+def test_changed_first_parent_of_a_path_is_named(tmp_path):
     unlike = {**BASE, "golden_hidden": None}
     a = make_pack(tmp_path / "a", make_model(), n=N, **{**unlike, "concepts": DIAMOND})
     order = [1, 0, 2, 3, 4]
@@ -140,7 +140,7 @@ def test_the_parent_that_a_path_goes_by_is_named_where_another_comes_first(tmp_p
     assert pack_diff(a, b).changed == {id: {"first_parent": ["c0", "c1"]} for id in ("c2", "c3", "c4")}
 
 
-def test_what_a_parent_changes_below_it_is_told_by_the_golden_scores(tmp_path):
+def test_change_of_a_parent_shows_in_golden_scores_below_it(tmp_path):
     below = {"concepts": [TOP, *({**concept, "parents": ["c0"]} for concept in CONCEPTS[1:])], "n": N}
     a = make_pack(tmp_path / "a", make_model(), **below)
     weights = {**a.weights, "b3": a.weights["b3"].clone()}

@@ -1,4 +1,4 @@
-"""Packs made of packs score as those they were made of, and say what they were made of."""
+"""Packs derived from packs score as their sources and state where they come from."""
 
 import json
 
@@ -93,7 +93,7 @@ def states(*sites, n=7, seed=5):
 
 @pytest.mark.parametrize("small, large", [("linear", "one"), ("linear", "two"), ("one", "two")])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_smaller_probe_embedded_in_a_larger_shape_scores_the_same_to_the_last_bit(tmp_path, small, large, dtype):
+def test_widened_probe_scores_the_same(tmp_path, small, large, dtype):
     pack = write(tmp_path / "small", shape=small, dtype=dtype)
     to = smallest_common([SHAPES[small], SHAPES[large]])
     weights = widen(pack.weights, to)
@@ -103,14 +103,14 @@ def test_a_smaller_probe_embedded_in_a_larger_shape_scores_the_same_to_the_last_
     assert torch.allclose(before, after, atol=1e-6, rtol=0) and not torch.allclose(before, before.roll(1, 1), atol=1e-3)
 
 
-def test_a_probe_does_not_fit_into_a_smaller_shape_nor_another_host(tmp_path):
+def test_probe_fits_neither_a_smaller_shape_nor_another_width(tmp_path):
     with pytest.raises(PackError, match="do not fit into"):
         widen(random_weights(2, SHAPES["two"]), SHAPES["one"])
     with pytest.raises(PackError, match="24 and 32 values"):
         smallest_common([SHAPES["one"], Architecture(32)])
 
 
-def test_a_merged_pack_scores_as_its_parts_and_keeps_what_they_say(tmp_path):
+def test_merged_pack_scores_as_its_parts_and_keeps_their_metadata(tmp_path):
     a = write(tmp_path / "a", shape="linear", site="resid_post.1")
     b = write(
         tmp_path / "b",
@@ -150,7 +150,7 @@ def test_a_merged_pack_scores_as_its_parts_and_keeps_what_they_say(tmp_path):
     assert "Its card." in (made.directory / "README.md").read_text()
 
 
-def test_what_clashes_is_not_merged(tmp_path):
+def test_packs_that_clash_are_not_merged(tmp_path):
     a = write(tmp_path / "a")
     again = write(tmp_path / "again", concepts=[dict(concept) for concept in a.concepts])
     with pytest.raises(PackError, match=r"6 ids are in more than one pack .*'a-0'"):
@@ -169,28 +169,28 @@ def test_what_clashes_is_not_merged(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "again", "both", "n", "p"]
 
 
-def test_settings_of_a_host_are_compared_where_both_packs_state_them(tmp_path):
+def test_model_settings_are_compared_if_both_packs_state_them(tmp_path):
     a, b, c = (write(tmp_path / name) for name in "abc")
     b.manifest["host"] = {**b.manifest["host"], "settings": {"eps": 1e-6, "bias": False}}
     c.manifest["host"] = {**c.manifest["host"], "settings": {"eps": 1e-6, "of_a_later_release": 1}}
     assert merge([a, b, c], tmp_path / "fine", name="fine").manifest["host"] == b.manifest["host"]
     c.manifest["host"]["settings"]["eps"] = 0.1
-    with pytest.raises(PackError, match=r"different hosts: eps is 0\.1 and was 1e-06 \(c\)"):
+    with pytest.raises(PackError, match=r"different models: eps is 0\.1 and was 1e-06 \(c\)"):
         merge([a, b, c], tmp_path / "no", name="no")
     assert "host: {'settings': {'eps': 1e-06, 'bias': False}} in b, {'settings': {'eps': 0.1," in str(pack_diff(b, c))
 
 
-def test_hosts_that_differ_are_not_merged(tmp_path):
+def test_packs_of_different_models_are_not_merged(tmp_path):
     a, b = write(tmp_path / "a"), write(tmp_path / "b")
     b.manifest["host"] = {**b.manifest["host"], "fingerprint": "f00"}
     assert merge([a, b], tmp_path / "fine", name="fine").manifest["host"]["fingerprint"] == "f00"
     a.manifest["host"] = {**a.manifest["host"], "fingerprint": "ba4"}
-    with pytest.raises(PackError, match="different hosts: fingerprint is 'ba4' and 'f00'"):
+    with pytest.raises(PackError, match="different models: fingerprint is 'ba4' and 'f00'"):
         merge([a, b], tmp_path / "no", name="no")
 
 
 @pytest.mark.parametrize("rule", ["independent", "path"])
-def test_a_subset_has_what_is_above_and_below_and_scores_the_same(tmp_path, rule):
+def test_subset_includes_ancestors_and_descendants_and_scores_the_same(tmp_path, rule):
     pack = write(tmp_path / "a", n=20, rule=rule, shape="one")
     made = subset(pack, tmp_path / "some", ["a-2", "a-1*"] if rule == "path" else ["a 2"])
     expected, kept = scores(pack, states("resid_post.1")), {concept["id"] for concept in made.concepts}
@@ -204,7 +204,7 @@ def test_a_subset_has_what_is_above_and_below_and_scores_the_same(tmp_path, rule
     assert made.manifest["provenance"]["made_by"] == "probemon.packs.edit.subset" and made.manifest["quality"] == {}
 
 
-def test_a_subset_without_what_is_above_begins_a_hierarchy_of_its_own(tmp_path):
+def test_subset_without_ancestors_starts_its_own_hierarchy(tmp_path):
     pack = write(tmp_path / "a", n=20)
     made = subset(pack, tmp_path / "some", ["a-6"], above=False)
     assert {concept["id"]: concept["level"] for concept in made.concepts} == {"a-6": 0, "a-14": 1, "a-15": 1}
@@ -281,7 +281,7 @@ def found_in(pack, hidden):
 
 
 @pytest.mark.parametrize("rule", ["independent", "path"])
-def test_what_a_descent_finds_alone_it_finds_in_a_merged_pack(tmp_path, rule):
+def test_descent_of_a_merged_pack_finds_what_each_part_finds(tmp_path, rule):
     hidden, n_equal, kinds, kept = states("resid_post.1", n=12), 0, set(), 0
     for seed in range(60):
         packs = [
@@ -303,7 +303,7 @@ def test_what_a_descent_finds_alone_it_finds_in_a_merged_pack(tmp_path, rule):
 
 
 @pytest.mark.parametrize("rule", ["independent", "path"])
-def test_what_a_descent_finds_in_the_whole_it_finds_in_a_part(tmp_path, rule):
+def test_descent_of_a_subset_finds_what_the_whole_pack_finds(tmp_path, rule):
     """By the path rule what fires, in trees: there a concept is looked at, too, because of others that are left out: to
     open what is under these, or because they have another child.
     """
@@ -332,7 +332,7 @@ def test_what_a_descent_finds_in_the_whole_it_finds_in_a_part(tmp_path, rule):
     assert n_equal > 60
 
 
-def test_a_flat_pack_does_not_change_how_another_is_descended(tmp_path):
+def test_merging_a_flat_pack_keeps_the_descent_settings_of_the_other(tmp_path):
     deep = write(
         tmp_path / "a",
         n=8,
@@ -352,7 +352,7 @@ def test_a_flat_pack_does_not_change_how_another_is_descended(tmp_path):
     ]
 
 
-def test_a_hierarchy_of_a_pack_that_began_elsewhere_begins_at_its_roots(tmp_path):
+def test_hierarchy_is_rebuilt_from_roots_whatever_the_old_levels(tmp_path):
     pack = alike(tmp_path / "alike")
     lines = [{**concept, "level": 2} for concept in pack.concepts]
     there = ProbePack.write(
@@ -377,7 +377,7 @@ def test_a_hierarchy_of_a_pack_that_began_elsewhere_begins_at_its_roots(tmp_path
     assert placed.recommended == {} and DynamicProbeManager(placed).plan.always.sum() == pack.n_probes - 1
 
 
-def test_a_renamed_pack_is_the_same_by_other_names(tmp_path):
+def test_renamed_pack_has_the_same_scores_under_new_names(tmp_path):
     pack = write(tmp_path / "a", recommended={"always_on": ["a-1"]})
     made = rename(
         pack, tmp_path / "mine", name="mine", concepts={"a-1": {"id": "whale", "name": "a whale"}, "a 3": "third"}
@@ -403,7 +403,7 @@ def test_a_renamed_pack_is_the_same_by_other_names(tmp_path):
         rename(pack, tmp_path / "no")
 
 
-def test_a_concept_that_is_called_as_a_figure_is_renamed_alone(tmp_path):
+def test_renaming_a_concept_leaves_equal_quality_keys_alone(tmp_path):
     concepts = [{"id": name, "name": name, "parents": []} for name in ("fpr", "concepts")]
     quality = {"alerts": {"each": {"fpr": 0.01, "concepts": {"fpr": {"fpr": 0.02}}}}}
     pack = ProbePack.write(
@@ -422,7 +422,7 @@ def test_a_concept_that_is_called_as_a_figure_is_renamed_alone(tmp_path):
     assert made.manifest["quality"] == {"alerts": {"each": {"fpr": 0.01, "concepts": {"rate": {"fpr": 0.02}}}}}
 
 
-def test_a_difference_names_every_concept_that_differs(tmp_path):
+def test_pack_diff_names_every_concept_that_differs(tmp_path):
     pack = write(tmp_path / "a")
     same = pack_diff(pack, pack)
     assert same.same and same.n_same == 6 and str(same) == "6 concepts are alike"
@@ -478,7 +478,7 @@ PARENTS = {"mammal": "animal", "whale": ["mammal"], "dog": ["mammal"], "boat": "
 
 
 @pytest.mark.parametrize("tree", [NESTED, PARENTS])
-def test_a_hierarchy_added_later_changes_no_score(tmp_path, tree):
+def test_added_hierarchy_changes_no_score(tmp_path, tree):
     pack = flat(tmp_path / "flat")
     made, told = with_hierarchy(pack, tree, tmp_path / "tree")
     assert {concept["name"]: concept["parents"] for concept in made.concepts} == {
@@ -497,14 +497,14 @@ def test_a_hierarchy_added_later_changes_no_score(tmp_path, tree):
     assert {concept["level"] for concept in made.concepts} == {0, 1, 2}
 
 
-def test_a_group_without_a_probe_passes_its_children_on(tmp_path):
+def test_hierarchy_group_without_a_probe_passes_its_children_up(tmp_path):
     made, told = with_hierarchy(
         flat(tmp_path / "flat"), {"animal": {"swimmers": {"big ones": {"whale": {}}}}}, tmp_path / "tree"
     )
     assert made.concepts[made.find("whale")]["parents"] == ["c0"] and told.groups == ["swimmers", "big ones"]
 
 
-def test_places_of_one_name_without_a_probe_are_not_one(tmp_path):
+def test_hierarchy_groups_of_one_name_without_probes_stay_separate(tmp_path):
     """What is put under "other" in one branch has nothing to do with the "other" of another branch; a concept is one,
     wherever it stands.
     """
@@ -526,7 +526,7 @@ def test_places_of_one_name_without_a_probe_are_not_one(tmp_path):
     assert told.groups == ["vehicle", "other", "kinds"] and told.unnamed == ["c1"]
 
 
-def test_a_hierarchy_that_cannot_be_is_refused(tmp_path):
+def test_invalid_hierarchy_is_refused(tmp_path):
     pack = flat(tmp_path / "flat")
     for tree, error, message in (
         ({"whale": ["animal"], "animal": ["whale"]}, HierarchyError, "cycle"),
@@ -573,7 +573,7 @@ def alike(path, *, n_families=6, n_each=30, spread=0.002, dtype=torch.float32, t
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_cascade_over_proposed_groups_finds_all_that_fires_and_evaluates_less(tmp_path, dtype):
+def test_proposed_groups_find_all_that_fires_with_fewer_evaluations(tmp_path, dtype):
     pack = alike(tmp_path / "alike", dtype=dtype)
     proposal = propose(pack)
     made = proposal.write(tmp_path / "grouped")
@@ -599,7 +599,7 @@ def test_a_cascade_over_proposed_groups_finds_all_that_fires_and_evaluates_less(
         quantize(made, tmp_path / "int8")
 
 
-def test_probes_of_all_directions_are_left_flat_and_that_is_said(tmp_path):
+def test_proposal_for_unrelated_probes_says_that_nothing_is_saved(tmp_path):
     pack = alike(tmp_path / "random", n_families=60, n_each=1, threshold=0.1)
     proposal = propose(pack)
     assert proposal.groups == [] and proposal.share == 1 and "no group of probes would save anything" in str(proposal)
@@ -607,7 +607,7 @@ def test_probes_of_all_directions_are_left_flat_and_that_is_said(tmp_path):
         proposal.write(tmp_path / "no")
 
 
-def test_a_bound_that_does_not_hold_is_not_proposed(tmp_path):
+def test_groups_are_not_proposed_when_no_bound_holds(tmp_path):
     for name, pack in (
         ("mlp", flat(tmp_path / "mlp", shape="one")),
         ("tree", write(tmp_path / "tree")),
@@ -622,7 +622,7 @@ def test_a_bound_that_does_not_hold_is_not_proposed(tmp_path):
         propose(flat(tmp_path / "flat"), threshold=2)
 
 
-def test_what_is_no_pack_and_packs_of_other_hosts_are_told_by_name(tmp_path):
+def test_arguments_that_are_not_packs_of_one_model_are_named(tmp_path):
     a = write(tmp_path / "a")
     for wrong in (
         lambda: merge(["a", a], tmp_path / "no", name="no"),
@@ -645,7 +645,7 @@ def test_what_is_no_pack_and_packs_of_other_hosts_are_told_by_name(tmp_path):
         licence="CC0-1.0",
         card="",
     )
-    with pytest.raises(PackError, match="a reads states of 24 values, b of 7: they are for different hosts"):
+    with pytest.raises(PackError, match="a reads states of 24 values, b of 7: they are for different models"):
         pack_diff(a, other)
 
 
@@ -653,7 +653,7 @@ def run(*arguments):
     return CliRunner().invoke(app, [str(argument) for argument in arguments])
 
 
-def test_the_commands(tmp_path):
+def test_pack_commands_merge_subset_and_diff(tmp_path):
     write(tmp_path / "a"), write(tmp_path / "b"), flat(tmp_path / "flat")
     merged = run("pack", "merge", tmp_path / "a", tmp_path / "b", tmp_path / "both", "--prefix")
     assert merged.exit_code == 0 and "both, 12 probes" in merged.stdout
@@ -673,7 +673,7 @@ def test_the_commands(tmp_path):
     placed = run("hierarchy", tmp_path / "flat", tmp_path / "tree.json")
     assert (
         placed.exit_code == 0
-        and "4 concepts lie under others" in placed.stdout
+        and "4 concepts are under others" in placed.stdout
         and (tmp_path / "flat-tree" / "manifest.json").is_file()
     )
     alike(tmp_path / "alike")
@@ -715,7 +715,7 @@ def family(path, prefix, *, n_each=40, seed=0, **recommended):
     )
 
 
-def test_packs_merged_lose_no_probe_that_fires_in_one_alone(tmp_path):
+def test_merged_packs_lose_no_probe_that_fires_alone(tmp_path):
     hidden = states("resid_post.1", n=40, seed=3)
     packs = [family(tmp_path / name, name, seed=seed) for seed, name in enumerate("ab")]
     alone = [fired_in(pack, hidden) for pack in packs]
@@ -729,7 +729,7 @@ def test_packs_merged_lose_no_probe_that_fires_in_one_alone(tmp_path):
     assert fired_in(made, hidden, max_loaded_probes=500)[1] > 0, "so there was something to lose"
 
 
-def test_merged_flat_packs_open_whatever_room_each_had(tmp_path):
+def test_merged_flat_packs_have_room_for_all_their_roots(tmp_path):
     for sizes, rooms in (((300, 300), (500, 500)), ((12, 8), (12, 20))):
         packs = []
         for i, (n, room) in enumerate(zip(sizes, rooms, strict=True)):
@@ -748,7 +748,7 @@ def test_merged_flat_packs_open_whatever_room_each_had(tmp_path):
         ).plan.always.sum() == sum(sizes)
 
 
-def test_what_is_always_on_is_the_same_concept_in_every_pack_that_is_made(tmp_path):
+def test_always_on_names_the_same_concept_in_every_derived_pack(tmp_path):
     """Named by number, name or id."""
     for given in (5, "a 5", "a-5"):
         place = tmp_path / str(given).replace(" ", "_")
@@ -765,7 +765,7 @@ def test_what_is_always_on_is_the_same_concept_in_every_pack_that_is_made(tmp_pa
     assert grouped.recommended["always_on"] == ["p3"]
 
 
-def test_a_grouped_pack_has_room_for_all_of_its_groups_and_keeps_running_thresholds(tmp_path):
+def test_grouped_pack_has_room_for_bounding_probes_and_keeps_running_thresholds(tmp_path):
     """520 probes, as many as may be loaded: with the bounding ones these are more."""
     pack = alike(
         tmp_path / "alike",
@@ -788,7 +788,7 @@ def test_a_grouped_pack_has_room_for_all_of_its_groups_and_keeps_running_thresho
     assert "# alike" in (tmp_path / "grouped/README.md").read_text()
 
 
-def test_a_group_takes_an_id_that_no_probe_has(tmp_path):
+def test_group_gets_an_unused_id(tmp_path):
     pack = alike(tmp_path / "alike")
     first = [f"p{int(group.members[0])}" for group in propose(pack).groups]
     other = next(concept["id"] for concept in pack.concepts if concept["id"] not in first)
@@ -799,7 +799,7 @@ def test_a_group_takes_an_id_that_no_probe_has(tmp_path):
     ]
 
 
-def test_a_grouped_pack_that_is_calibrated_still_finds_all_that_fires(tmp_path):
+def test_calibrated_grouped_pack_still_finds_all_that_fires(tmp_path):
     from probemon.lab.calibration.calibrate import calibrate_alerts
     from probemon.lab.calibration.calibrated_pack import write_calibrated
 
@@ -834,7 +834,7 @@ def test_a_grouped_pack_that_is_calibrated_still_finds_all_that_fires(tmp_path):
     assert fired_in(some, hidden) == (expected, 0)
 
 
-def test_what_is_no_pack_list_or_mapping_is_told(tmp_path):
+def test_invalid_merge_and_rename_arguments_are_named(tmp_path):
     pack = write(tmp_path / "a")
     for call, message in (
         (lambda: merge(pack, tmp_path / "m", name="m"), "nothing to merge it with"),

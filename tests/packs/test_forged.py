@@ -1,6 +1,4 @@
-"""Packs whose hashes are right and whose contents are not: each is named when it is opened, or when a weight is first
-used.
-"""
+"""Packs with right hashes and wrong contents are refused by name, when opened or when a weight is first used."""
 
 import json
 from unittest import mock
@@ -139,9 +137,7 @@ def with_lines(pack, target, change):
         ({"id": "a\x1b[2J"}, "line 13: id is .*control characters"),
     ],
 )
-def test_a_line_is_checked_when_its_pack_is_opened_or_where_there_are_many_when_it_is_asked_for(
-    pack, tmp_path, monkeypatch, change, words
-):
+def test_concept_line_is_checked_at_opening_or_in_large_packs_when_read(pack, tmp_path, monkeypatch, change, words):
     folder = with_lines(pack, tmp_path / "forged", lambda lines: lines[12].update(change))
     with pytest.raises(PackCorrupt, match=words):
         ProbePack.open(folder)
@@ -156,19 +152,19 @@ def test_a_line_is_checked_when_its_pack_is_opened_or_where_there_are_many_when_
             ask()
 
 
-def test_ids_that_stand_twice_are_told_where_ids_are_asked_for(pack, tmp_path, monkeypatch):
+def test_duplicate_ids_are_reported_at_opening_or_when_searched(pack, tmp_path, monkeypatch):
     folder = with_lines(pack, tmp_path / "forged", lambda lines: lines[-1].update(id="c0"))
     with pytest.raises(PackCorrupt, match="id 'c0' appears twice"):
         ProbePack.open(folder)
     monkeypatch.setattr(concept_lines, "MOST_AT_ONCE", 10)
     forged = ProbePack.open(folder)
-    with pytest.raises(PackCorrupt, match="an id of random stands twice"):
+    with pytest.raises(PackCorrupt, match="an id of random occurs twice"):
         forged.find("c0")
     with pytest.raises(PackCorrupt, match="id 'c0' appears twice"):
         forged.verify()
 
 
-def test_the_lines_of_many_concepts_are_those_of_a_list(pack, monkeypatch):
+def test_lazily_read_concepts_equal_a_list(pack, monkeypatch):
     monkeypatch.setattr(concept_lines, "MOST_AT_ONCE", 10)
     parsed = mock.Mock(side_effect=concept_lines.loads)
     monkeypatch.setattr(concept_lines, "loads", parsed)
@@ -185,7 +181,7 @@ def test_the_lines_of_many_concepts_are_those_of_a_list(pack, monkeypatch):
 
 @pytest.mark.parametrize("arena_bytes", [None, 6000])
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_weight_that_is_not_finite_is_an_error_when_first_used(pack, tmp_path, value, arena_bytes):
+def test_nonfinite_weight_is_an_error_when_first_used(pack, tmp_path, value, arena_bytes):
     def change(tensors):
         tensors["w1"][11, 2, 3] = value
 
@@ -206,7 +202,7 @@ def test_large_finite_weights_are_not_mistaken_for_infinite(pack, tmp_path):
 
 
 @pytest.mark.parametrize("small", [0, 1 << 30])
-def test_weights_are_looked_at_alike_where_they_lie_and_as_copies(pack, tmp_path, monkeypatch, small):
+def test_mapped_and_copied_weights_are_checked_alike(pack, tmp_path, monkeypatch, small):
     monkeypatch.setattr(opened, "_SMALL_BYTES", small)
     monkeypatch.setattr(opened, "_FINITE_BYTES", 3 * 4 * pack.weights["w1"][0].numel())  # three probes a piece
     one, all_at_once = ProbePack.open(pack.directory), ProbePack.open(pack.directory)
@@ -236,7 +232,7 @@ def test_truncation_inside_the_header_is_named(pack, tmp_path):
         ProbePack.open(target)
 
 
-def test_line_breaks_of_unicode_in_a_definition_are_kept(model, tmp_path):
+def test_unicode_line_breaks_in_a_definition_are_kept(model, tmp_path):
     concepts = [
         {"id": f"c{i}", "name": f"n{i}", "parents": [], "definition": "a\u2028b\u0085c\u000bd"} for i in range(40)
     ]
@@ -272,7 +268,7 @@ def test_forged_manifest_is_one_error_that_names_the_pack(pack, tmp_path, change
 @pytest.mark.parametrize(
     "text", ["[" * 100_000, "", "{", "[]", "\ufeff{}", '{"format_version": ' + "1" * 5000 + "}"], ids=lambda t: t[:5]
 )
-def test_text_that_is_no_manifest_is_one_error(pack, tmp_path, text):
+def test_text_that_is_not_a_manifest_is_one_error(pack, tmp_path, text):
     target = forge(pack, tmp_path / "forged", lambda tensors: None)
     (target / "manifest.json").write_text(text)
     with pytest.raises(PackError):
@@ -311,7 +307,7 @@ def test_unusable_recommendation_is_named(pack, tmp_path):
     ],
     ids=["score rule", "norm", "site"],
 )
-def test_a_manifest_edited_by_hand_is_told_by_verify_alone_as_the_page_says(edit, told, tmp_path, model):
+def test_hand_edited_manifest_is_detected_only_by_verify(edit, told, tmp_path, model):
     norm = [{"site": "resid_post.1", "norm": "rmsnorm"}]
     pack = make_pack(tmp_path / "pack", model, inputs=norm, golden_hidden=3 * torch.randn(4, 1, HIDDEN))
     path = pack.directory / "manifest.json"

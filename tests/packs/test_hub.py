@@ -1,6 +1,4 @@
-"""Packs go to a hub and come back the same, every byte checked; what a hub, a net or a cache can do wrong is one clear
-error.
-"""
+"""Packs travel to a hub and back with every byte checked; each failure of hub, network or cache is one error."""
 
 import hashlib
 import json
@@ -75,7 +73,7 @@ def downloads(hub):
 # -- there and back ------------------------------------------------------------------------------
 
 
-def test_a_pushed_pack_comes_back_by_branch_tag_and_commit(hub, fetch, pack, model, tmp_path):
+def test_pushed_pack_is_fetched_by_branch_tag_and_commit(hub, fetch, pack, model, tmp_path):
     first = pack.push_to_hub(REPO, token=hub.token, endpoint=hub.url)
     HfApi(endpoint=hub.url, token=hub.token).create_tag(REPO, tag="v1")
     other = make_pack(tmp_path / "other", model, seed=5)
@@ -99,7 +97,7 @@ def test_a_pushed_pack_comes_back_by_branch_tag_and_commit(hub, fetch, pack, mod
             assert (found.directory / file).read_bytes() == (expected.directory / file).read_bytes()
 
 
-def test_a_push_is_one_commit_of_the_four_files_and_a_push_of_the_same_is_none(hub, pack, saved):
+def test_push_is_one_commit_and_pushing_the_same_again_is_none(hub, pack, saved):
     pushed = pack.push_to_hub(REPO, token=hub.token, endpoint=hub.url)
     assert {file: hub.read(REPO, file) for file in FILES} == saved
     assert (
@@ -111,7 +109,7 @@ def test_a_push_is_one_commit_of_the_four_files_and_a_push_of_the_same_is_none(h
     assert len(hub.repositories[REPO].commits) == 2
 
 
-def test_a_push_may_go_to_a_branch_a_pull_request_or_a_private_repository(hub, fetch, pack):
+def test_push_to_a_branch_pull_request_or_private_repository(hub, fetch, pack):
     how = {"token": hub.token, "endpoint": hub.url}
     pushed = pack.push_to_hub(REPO, revision="trial", private=True, **how)
     repository = hub.repositories[REPO]
@@ -130,14 +128,14 @@ def test_a_push_may_go_to_a_branch_a_pull_request_or_a_private_repository(hub, f
         fetch(revision="trial", cache_dir=hub.folder / "elsewhere")
 
 
-def test_only_the_files_of_a_pack_are_fetched(hub, fetch, pack, saved):
+def test_only_pack_files_are_fetched(hub, fetch, pack, saved):
     hub.put(REPO, {**saved, "model.pt": b"a pickle", "more/manifest.json": b"{}", "run.py": b"raise SystemExit"})
     found = fetch()
     assert same(found, pack) and sorted(path.name for path in found.directory.rglob("*")) == sorted(FILES)
     assert len(downloads(hub)) == len(FILES)
 
 
-def test_another_version_of_a_pack_fetches_only_what_differs(hub, fetch, saved):
+def test_another_version_fetches_only_what_differs(hub, fetch, saved):
     hub.put(REPO, saved)
     fetch()
     n = len(downloads(hub))
@@ -149,9 +147,7 @@ def test_another_version_of_a_pack_fetches_only_what_differs(hub, fetch, saved):
     assert [request.rsplit("/", 1)[1] for request in downloads(hub)[n:]] == ["manifest.json", "README.md"]
 
 
-def test_a_branch_that_moves_while_it_is_fetched_gives_the_version_it_began_with(
-    hub, fetch, pack, saved, tmp_path, model
-):
+def test_branch_that_moves_during_a_fetch_gives_the_first_version(hub, fetch, pack, saved, tmp_path, model):
     hub.put(REPO, saved)
     newer = make_pack(tmp_path / "newer", model, seed=5)
 
@@ -164,7 +160,7 @@ def test_a_branch_that_moves_while_it_is_fetched_gives_the_version_it_began_with
     assert same(fetch(), pack) and same(fetch(), newer)
 
 
-def test_a_set_that_is_not_in_the_files_is_not_lost_on_the_way(tmp_path):
+def test_alert_set_that_is_not_saved_is_refused_instead_of_lost(tmp_path):
     shipped = ProbePack.open("probes/wordnet-smollm2-135m")
     other = shipped.with_alert_set("rate_0.01")
     with pytest.raises(ConfigError, match=r"'rate_0.01' is in force, and the files of .* recommend 'precision_0.9'"):
@@ -177,7 +173,7 @@ def test_a_set_that_is_not_in_the_files_is_not_lost_on_the_way(tmp_path):
 # -- the card ------------------------------------------------------------------------------------
 
 
-def test_the_saved_card_has_the_metadata_of_the_hub_and_the_manifest_states_it(pack, tmp_path):
+def test_saved_card_has_hub_metadata_and_the_manifest_its_hash(pack, tmp_path):
     copy = pack.save_pretrained(tmp_path / "copy")
     card = ModelCard.load(tmp_path / "copy" / "README.md")
     assert card.data.to_dict() == {
@@ -197,7 +193,7 @@ def test_the_saved_card_has_the_metadata_of_the_hub_and_the_manifest_states_it(p
     ) == sorted(FILES)
 
 
-def test_a_copy_of_a_copy_is_the_same_to_the_byte(pack, tmp_path):
+def test_copy_of_a_copy_is_identical(pack, tmp_path):
     once = pack.save_pretrained(tmp_path / "once")
     once.save_pretrained(tmp_path / "twice")
     once.save_pretrained(tmp_path / "once", overwrite=True)  # onto itself
@@ -223,13 +219,13 @@ def test_a_copy_of_a_copy_is_the_same_to_the_byte(pack, tmp_path):
         ("", None, {}),
     ],
 )
-def test_licence_and_host_are_named_as_the_hub_names_them(model, tmp_path, licence, host, expected):
+def test_licence_and_model_are_named_as_the_hub_names_them(model, tmp_path, licence, host, expected):
     made = make_pack(tmp_path / "pack", model, licence=licence, host={"model_id": host})
     data = ModelCard.load(made.save_pretrained(tmp_path / "copy").directory / "README.md").data.to_dict()
     assert {key: data[key] for key in data if key not in ("library_name", "tags")} == expected
 
 
-def test_what_the_author_put_into_the_card_stays(model, tmp_path):
+def test_authors_card_metadata_is_kept(model, tmp_path):
     card = "---\nlicense: mit\ntags:\n- whales\nlanguage: en\nbase_model: org/theirs\n---\n# Whales é\n\n---\nrule\n"
     made = make_pack(tmp_path / "pack", model, card=card, host={"model_id": "org/ours"}).save_pretrained(
         tmp_path / "copy"
@@ -247,14 +243,14 @@ def test_what_the_author_put_into_the_card_stays(model, tmp_path):
 
 
 @pytest.mark.parametrize("card", ["---\na: [\n---\n", "---\nonly text\n---\n", "---\nmodel-index: 3\n---\n"])
-def test_metadata_that_cannot_be_read_is_one_error_and_nothing_is_written(model, tmp_path, card):
+def test_unreadable_metadata_is_one_error_and_writes_nothing(model, tmp_path, card):
     made = make_pack(tmp_path / "pack", model, card=card)
     with pytest.raises(PackError, match=r"README.md cannot be given metadata \(.+\): begin it with a heading"):
         made.save_pretrained(tmp_path / "copy")
     assert [path.name for path in tmp_path.iterdir()] == ["pack"]
 
 
-def test_a_copy_replaces_nothing_unless_asked_and_a_damaged_pack_is_not_copied_or_pushed(hub, model, tmp_path):
+def test_copy_replaces_nothing_unasked_and_damaged_packs_are_refused(hub, model, tmp_path):
     made = make_pack(tmp_path / "pack", model)
     (tmp_path / "copy").mkdir()
     with pytest.raises(PackError, match=r"copy exists: choose another path, or overwrite it"):
@@ -281,7 +277,7 @@ def test_a_copy_replaces_nothing_unless_asked_and_a_damaged_pack_is_not_copied_o
 
 
 @pytest.mark.parametrize("file", FILES)
-def test_a_changed_byte_is_caught_and_what_was_wrong_is_fetched_anew(hub, fetch, pack, saved, file):
+def test_changed_byte_is_detected_and_fetched_again(hub, fetch, pack, saved, file):
     hub.put(REPO, saved)
     changed = bytearray(saved[file])
     if file == "manifest.json":  # one digit of a hash, so that it can still be read
@@ -299,7 +295,7 @@ def test_a_changed_byte_is_caught_and_what_was_wrong_is_fetched_anew(hub, fetch,
     assert same(fetch(), pack)
 
 
-def test_a_pin_verifies_the_manifest_and_with_it_every_byte(hub, fetch, pack, saved):
+def test_pin_verifies_the_manifest_and_every_byte(hub, fetch, pack, saved):
     pin = pack.push_to_hub(REPO, token=hub.token, endpoint=hub.url).manifest_sha256
     assert same(fetch(manifest_sha256=pin.upper()), pack)
     # A publisher who is no longer who they were: another pack, whole in itself, under the same name.
@@ -315,7 +311,7 @@ def test_a_pin_verifies_the_manifest_and_with_it_every_byte(hub, fetch, pack, sa
     ]  # and nothing more was fetched
 
 
-def test_a_wrong_pin_takes_nothing_out_of_the_cache(hub, fetch, pack, saved):
+def test_wrong_pin_removes_nothing_from_the_cache(hub, fetch, pack, saved):
     hub.put(REPO, saved)
     fetch()
     hub.stop()
@@ -325,12 +321,12 @@ def test_a_wrong_pin_takes_nothing_out_of_the_cache(hub, fetch, pack, saved):
 
 
 @pytest.mark.parametrize("pin", ["", "abc", "g" * 64, "0" * 63])
-def test_a_pin_that_is_no_sha256_is_refused(pack, pin):
+def test_pin_that_is_not_a_sha256_is_refused(pack, pin):
     with pytest.raises(ConfigError, match="give all 64 hex digits"):
         ProbePack.from_pretrained(str(pack.directory), manifest_sha256=pin)
 
 
-def test_a_pin_holds_for_a_folder_too(pack, tmp_path):
+def test_pin_is_checked_for_a_folder_too(pack, tmp_path):
     copy = shutil.copytree(pack.directory, tmp_path / "copy")
     pin = sha256((copy / "manifest.json").read_bytes())
     assert same(ProbePack.from_pretrained(str(copy), manifest_sha256=pin), pack)
@@ -346,7 +342,7 @@ def test_a_pin_holds_for_a_folder_too(pack, tmp_path):
         ProbePack.from_pretrained(str(copy), manifest_sha256=pin)
 
 
-def test_a_download_is_hashed_once_a_pinned_one_each_time(hub, fetch, saved, monkeypatch):
+def test_download_is_hashed_once_and_a_pinned_one_each_time(hub, fetch, saved, monkeypatch):
     hub.put(REPO, saved)
     hashed = []
     check = packfile.check_hash
@@ -367,7 +363,7 @@ def test_a_download_is_hashed_once_a_pinned_one_each_time(hub, fetch, saved, mon
     assert fetch(manifest_sha256=pin).concepts == found.concepts  # fetched anew
 
 
-def test_a_process_that_ends_between_download_and_hash_leaves_nothing_trusted(hub, fetch, pack, saved, monkeypatch):
+def test_interrupted_hash_check_leaves_nothing_trusted(hub, fetch, pack, saved, monkeypatch):
     hub.put(REPO, saved)
     hub.replace(REPO, "concepts.jsonl", saved["concepts.jsonl"].replace(b"concept 1", b"Concept 1", 1))
 
@@ -383,7 +379,7 @@ def test_a_process_that_ends_between_download_and_hash_leaves_nothing_trusted(hu
 
 
 @pytest.mark.parametrize("file", FILES[1:])
-def test_a_truncated_file_is_caught_before_or_after_it_comes(hub, fetch, pack, saved, file):
+def test_truncated_file_is_detected_before_or_after_the_download(hub, fetch, pack, saved, file):
     hub.put(REPO, saved)
     hub.replace(REPO, file, saved[file][:-9], stated=len(saved[file]) - 9)  # the hub says so itself
     n = len(downloads(hub))
@@ -403,7 +399,7 @@ def test_a_truncated_file_is_caught_before_or_after_it_comes(hub, fetch, pack, s
     assert same(fetch(), pack)
 
 
-def test_a_connection_that_breaks_off_is_taken_up_again(hub, fetch, pack, saved):
+def test_interrupted_download_is_resumed(hub, fetch, pack, saved):
     hub.put(REPO, saved)
     hub.break_once = len(saved["probes.safetensors"]) // 3
     assert same(fetch(verify=True), pack)
@@ -417,11 +413,11 @@ def test_a_connection_that_breaks_off_is_taken_up_again(hub, fetch, pack, saved)
             {"probes.safetensors": 1 << 50},
             r"has \d+ bytes of probes.safetensors, its manifest says 1125899906842624: nothing of it was fetched",
         ),
-        ({"model.pt": 5}, r"manifest.json lists 'model.pt', which is no file of a pack"),
-        ({"../evil": 5}, r"file '../evil' lies outside the pack"),
+        ({"model.pt": 5}, r"manifest.json lists 'model.pt', which is not a file of a pack"),
+        ({"../evil": 5}, r"file '../evil' is outside the pack"),
     ],
 )
-def test_a_manifest_that_lists_what_is_not_there_fetches_nothing(hub, fetch, saved, change, message):
+def test_manifest_with_missing_or_huge_files_fetches_nothing(hub, fetch, saved, change, message):
     manifest = json.loads(saved["manifest.json"])
     manifest["files"] |= {file: {"sha256": "0" * 64, "size": size} for file, size in change.items()}
     hub.put(REPO, {**saved, "manifest.json": json.dumps(manifest).encode(), "model.pt": b"12345"})
@@ -430,7 +426,7 @@ def test_a_manifest_that_lists_what_is_not_there_fetches_nothing(hub, fetch, sav
     assert len(downloads(hub)) == 1
 
 
-def test_a_repository_without_a_file_of_its_manifest_fetches_nothing(hub, fetch, saved):
+def test_repository_without_a_listed_file_fetches_nothing(hub, fetch, saved):
     hub.put(REPO, {file: saved[file] for file in FILES[:2]})
     with pytest.raises(PackCorrupt, match=r"has no (probes.safetensors|README.md), its manifest says"):
         fetch()
@@ -440,7 +436,7 @@ def test_a_repository_without_a_file_of_its_manifest_fetches_nothing(hub, fetch,
 @pytest.mark.parametrize(
     "text", [b"[" * 100_000, b"{", b"\xff", b"[1]", b'{"format": "probemon-pack", "format_version": 99}', b"1" * 9999]
 )
-def test_a_manifest_that_is_none_is_one_error(hub, fetch, saved, text):
+def test_invalid_manifest_is_one_error(hub, fetch, saved, text):
     hub.put(REPO, {**saved, "manifest.json": text})
     with pytest.raises(PackError, match=r"manifest.json"):
         fetch()
@@ -451,7 +447,7 @@ def test_a_manifest_that_is_none_is_one_error(hub, fetch, saved, text):
 
 
 @pytest.mark.parametrize("away", ["refused", "HF_HUB_OFFLINE", "local_files_only"])
-def test_what_was_fetched_opens_without_the_hub(hub, fetch, pack, saved, monkeypatch, tmp_path, away):
+def test_fetched_pack_opens_without_the_hub(hub, fetch, pack, saved, monkeypatch, tmp_path, away):
     commit = hub.put(REPO, saved)
     fetch()
     how = {"local_files_only": away == "local_files_only"}
@@ -475,7 +471,7 @@ def test_what_was_fetched_opens_without_the_hub(hub, fetch, pack, saved, monkeyp
 
 
 @pytest.mark.parametrize("away", ["refused", "HF_HUB_OFFLINE", "local_files_only"])
-def test_half_a_pack_in_the_cache_is_said_to_be_half(hub, fetch, saved, monkeypatch, away):
+def test_incomplete_pack_in_the_cache_is_reported(hub, fetch, saved, monkeypatch, away):
     hub.put(REPO, saved)
     found = fetch()
     blob = (found.directory / "concepts.jsonl").resolve()
@@ -518,7 +514,7 @@ def test_half_a_pack_in_the_cache_is_said_to_be_half(hub, fetch, saved, monkeypa
         ({"endpoint": "no address"}, r"'org/probes' .+: check the connection"),
     ],
 )
-def test_what_is_wrong_is_told_with_what_to_do(hub, fetch, saved, how, message):
+def test_hub_errors_come_with_a_remedy(hub, fetch, saved, how, message):
     hub.put(REPO, saved)
     hub.create("org/private", private=True)
     hub.create("org/gated", gated=True)
@@ -529,7 +525,7 @@ def test_what_is_wrong_is_told_with_what_to_do(hub, fetch, saved, how, message):
     assert "\n" not in str(caught.value)
 
 
-def test_a_push_without_rights_says_so(hub, pack):
+def test_push_without_rights_is_reported(hub, pack):
     for token in (None, "hf_wrong"):
         with pytest.raises(PackError, match=r"log in by `hf auth login`, set HF_TOKEN, or pass token="):
             pack.push_to_hub(REPO, token=token, endpoint=hub.url)
@@ -538,7 +534,7 @@ def test_a_push_without_rights_says_so(hub, pack):
         pack.push_to_hub("a/b/c", token=hub.token, endpoint=hub.url)
 
 
-def test_a_folder_has_no_revision(pack):
+def test_revision_of_a_folder_is_refused(pack):
     with pytest.raises(ConfigError, match=r"is a folder here, and a folder has no revision 'v1'"):
         ProbePack.from_pretrained(str(pack.directory), revision="v1")
 
@@ -546,7 +542,7 @@ def test_a_folder_has_no_revision(pack):
 # -- the command ---------------------------------------------------------------------------------
 
 
-def test_the_command_pushes_and_says_what_to_pin(hub, fetch, pack, monkeypatch, capsys):
+def test_push_command_prints_what_to_pin(hub, fetch, pack, monkeypatch, capsys):
     def run(*arguments, token=hub.token):
         with monkeypatch.context() as patched, pytest.raises(SystemExit) as ended:
             patched.setattr(constants, "ENDPOINT", hub.url)  # HF_ENDPOINT is read when huggingface_hub is imported

@@ -1,4 +1,4 @@
-"""A pack's name means a folder, a pack that comes with probemon, or one on the hub; a wrong path says so."""
+"""A pack's name means a folder, a shipped pack or one on the hub; a wrong path gets suggestions."""
 
 import shutil
 from pathlib import Path
@@ -25,7 +25,7 @@ def elsewhere(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["demo", DEFAULT])
-def test_a_shipped_pack_is_found_from_any_folder(elsewhere, name):
+def test_shipped_pack_is_found_from_any_folder(elsewhere, name):
     assert find_folder(name) == shipped_packs()[DEFAULT] == PROBES / DEFAULT
     assert ProbePack.from_pretrained(name).directory.resolve() == PROBES / DEFAULT
 
@@ -34,7 +34,7 @@ def test_all_packs_of_a_checkout_are_found_by_name():
     assert shipped_packs() == {name: PROBES / name for name in (DEFAULT, f"{DEFAULT}-mlp")}
 
 
-def test_a_folder_comes_before_a_shipped_pack_of_its_name_but_demo_is_always_the_shipped_one(elsewhere):
+def test_folder_takes_precedence_over_a_shipped_pack_except_for_demo(elsewhere):
     for name in (DEFAULT, "demo"):
         shutil.copytree("packs/animals", name)
     assert find_folder(DEFAULT) == Path(DEFAULT)
@@ -59,26 +59,26 @@ def test_a_folder_comes_before_a_shipped_pack_of_its_name_but_demo_is_always_the
         ("mails.jsonl", "mails.jsonl is a file: give the folder of a pack"),
     ],
 )
-def test_a_wrong_path_names_what_is_near(elsewhere, name, message):
+def test_wrong_path_names_similar_folders(elsewhere, name, message):
     (elsewhere / "mails.jsonl").write_text("{}\n")
     with pytest.raises(PackError) as caught:
         ProbePack.from_pretrained(name)
     assert str(caught.value) == message
 
 
-def test_only_the_hub_can_have_a_name_of_two_parts_where_no_packs_are_beside_it(elsewhere):
+def test_two_part_name_without_a_local_folder_means_the_hub(elsewhere):
     assert find_folder("org/name") is None
     assert hint("org/name") == "" and hint(f"org/{DEFAULT[:-1]}") == f"; did you mean '{DEFAULT}' or '{DEFAULT}-mlp'?"
 
 
-def test_a_pin_holds_for_a_shipped_pack(elsewhere):
+def test_pin_is_checked_for_a_shipped_pack(elsewhere):
     digest = sha256(PROBES / DEFAULT / "manifest.json")
     assert ProbePack.from_pretrained("demo", manifest_sha256=digest).n_probes > 300
     with pytest.raises(PackCorrupt, match=r"manifest.json"):
         ProbePack.from_pretrained("demo", manifest_sha256="0" * 64)
 
 
-def test_near_folders_hold_the_file_that_marks_them_and_are_the_nearest_first(tmp_path):
+def test_near_folders_contain_the_marker_file_and_are_sorted_by_distance(tmp_path):
     for name in ("model", "model-b", "modelb", "zebra"):
         (tmp_path / name).mkdir()
         if name != "modelb":

@@ -1,6 +1,4 @@
-"""A pack is one thing from open to close: replaced, cut or overwritten at any moment it keeps its scores, or says that
-it was changed; it is never a mixture, and never ends the process.
-"""
+"""A pack that is replaced, cut or overwritten while it is open keeps its scores or raises; it is never a mixture."""
 
 import gc
 import itertools
@@ -77,7 +75,7 @@ def two(model, tmp_path_factory):
     return folder / "a", folder / "b"
 
 
-def test_scores_stay_the_very_same_or_the_change_is_told_in_every_mode_at_every_moment(told):
+def test_changed_pack_keeps_its_scores_or_raises_in_every_mode(told):
     expected = [
         [
             mode,
@@ -92,7 +90,7 @@ def test_scores_stay_the_very_same_or_the_change_is_told_in_every_mode_at_every_
     assert sorted(told["used"]) == sorted(expected)
 
 
-def test_several_writers_and_readers_of_one_place_meet_whole_packs_alone_and_leave_nothing(told):
+def test_concurrent_writers_and_readers_see_whole_packs_and_leave_nothing(told):
     for outcome in told["together"]:
         assert all(re.fullmatch(r"(wrote|read) \d+", one) and int(one.split()[1]) > 1 for one in outcome["told"]), (
             outcome
@@ -102,9 +100,7 @@ def test_several_writers_and_readers_of_one_place_meet_whole_packs_alone_and_lea
 
 @pytest.mark.parametrize("mapped", [False, True])
 @pytest.mark.parametrize("change", CHANGES)
-def test_a_pack_that_is_changed_between_any_two_calls_of_the_system_opens_as_one_or_is_refused(
-    two, tmp_path, change, mapped
-):
+def test_pack_changed_between_system_calls_opens_whole_or_is_refused(two, tmp_path, change, mapped):
     """A mapped pack is not hashed: of what overwrites its weights alone before they are opened, only `verify` tells."""
     seen = set()
     for at in itertools.count():
@@ -129,7 +125,7 @@ def test_a_pack_that_is_changed_between_any_two_calls_of_the_system_opens_as_one
     )
 
 
-def test_that_a_mixture_would_be_noticed(two, tmp_path):
+def test_mixture_of_two_packs_would_be_detected(two, tmp_path):
     def mixtures():
         for at in range(40):
             folder = aged(two[0], tmp_path / f"{at}")
@@ -154,7 +150,7 @@ def test_that_a_mixture_would_be_noticed(two, tmp_path):
         assert list(mixtures())
 
 
-def test_a_pack_that_is_replaced_again_and_again_is_a_typed_error(two, tmp_path):
+def test_pack_replaced_repeatedly_while_opened_is_a_typed_error(two, tmp_path):
     folder = aged(two[0], tmp_path / "pack")
 
     def read(opened):
@@ -178,9 +174,7 @@ def test_a_pack_that_is_replaced_again_and_again_is_a_typed_error(two, tmp_path)
         lambda pack, out: pack.save_pretrained(out),
     ],
 )
-def test_what_is_made_of_a_mapped_pack_that_is_cut_meanwhile_is_an_error_and_leaves_nothing(
-    two, tmp_path, make, monkeypatch
-):
+def test_derived_pack_of_a_truncated_source_is_an_error_and_leaves_nothing(two, tmp_path, make, monkeypatch):
     monkeypatch.setattr("probemon.packs.opened._BLOCK_BYTES", 2000)
     folder, counted, real = aged(two[0], tmp_path / "pack"), [], ProbePack.check_unchanged
 
@@ -200,7 +194,7 @@ def test_what_is_made_of_a_mapped_pack_that_is_cut_meanwhile_is_an_error_and_lea
     assert os.listdir(tmp_path) == ["pack"]
 
 
-def test_a_copy_of_a_pack_that_was_replaced_meanwhile_is_refused(two, tmp_path):
+def test_copy_of_a_replaced_pack_is_refused(two, tmp_path):
     folder = aged(two[0], tmp_path / "pack")
     pack = ProbePack.open(folder)
     changes.replace(folder, two[1])
@@ -209,7 +203,7 @@ def test_a_copy_of_a_pack_that_was_replaced_meanwhile_is_refused(two, tmp_path):
     assert os.listdir(tmp_path) == ["pack"]
 
 
-def test_what_is_written_of_a_pack_has_its_own_card_even_where_the_pack_was_replaced(two, tmp_path):
+def test_derived_pack_has_its_sources_card_even_after_replacement(two, tmp_path):
     folder = aged(two[0], tmp_path / "pack")
     pack = ProbePack.open(folder)
     shutil.rmtree(folder)
@@ -218,7 +212,7 @@ def test_what_is_written_of_a_pack_has_its_own_card_even_where_the_pack_was_repl
     assert torch.equal(made.weights["w1"], ProbePack.open(two[0]).weights["w1"])
 
 
-def test_a_pinned_folder_is_checked_as_it_is_opened(two, tmp_path):
+def test_pinned_folder_replaced_while_opening_is_refused(two, tmp_path):
     folder = aged(two[0], tmp_path / "pack")
     pin = sha256(folder / "manifest.json")
     real = ProbePack._read.__func__
@@ -231,7 +225,7 @@ def test_a_pinned_folder_is_checked_as_it_is_opened(two, tmp_path):
         ProbePack.from_pretrained(str(folder), manifest_sha256=pin)
 
 
-def test_links_and_owners_and_a_folder_of_another_name_change_nothing(two, tmp_path):
+def test_links_permissions_and_a_moved_folder_change_nothing(two, tmp_path):
     with size_in_memory(0):
         pack = ProbePack.open(aged(two[0], tmp_path / "pack"))
         before = {name: tensor.clone() for name, tensor in pack.weights.items()}
@@ -243,7 +237,7 @@ def test_links_and_owners_and_a_folder_of_another_name_change_nothing(two, tmp_p
         assert all(torch.equal(before[name], tensor) for name, tensor in pack.weights.items())
 
 
-def test_a_file_whose_times_were_put_back_after_it_was_written_is_noticed(two, tmp_path):
+def test_overwritten_file_with_restored_times_is_detected(two, tmp_path):
     folder = aged(two[0], tmp_path / "pack")
     with size_in_memory(0):
         manager = DynamicProbeManager(ProbePack.open(folder), impl="cpu")
@@ -253,7 +247,7 @@ def test_a_file_whose_times_were_put_back_after_it_was_written_is_noticed(two, t
             manager.step(None, torch.randn(1, HIDDEN))
 
 
-def test_opening_holds_one_file_and_reading_a_small_pack_none(two):
+def test_open_pack_holds_one_file_and_a_read_small_pack_none(two):
     def held():
         return len(os.listdir("/proc/self/fd"))
 
@@ -291,7 +285,7 @@ def test_opening_reads_no_weight(two, tmp_path):
 # -- headers -------------------------------------------------------------------------------------
 
 
-def test_headers_are_taken_where_safetensors_takes_them(two, tmp_path):
+def test_headers_are_accepted_exactly_when_safetensors_accepts_them(two, tmp_path):
     """Broken in hundreds of ways. What we refuse beyond it: a key that stands twice, dtypes and shapes that packs do
     not use.
     """
@@ -315,7 +309,7 @@ def test_headers_are_taken_where_safetensors_takes_them(two, tmp_path):
         if ours is not None:
             assert theirs is not None and {name: list(tensor.shape) for name, tensor in ours.items()} == theirs
         elif theirs is not None:
-            assert re.search("stands twice|packs do not use|at most 8 dimensions|codec|surrogate", why), why
+            assert re.search("appears twice|packs do not use|at most 8 dimensions|codec|surrogate", why), why
     assert min(taken.values()) > 50
 
 
@@ -345,7 +339,7 @@ SETTINGS = [
 
 
 @pytest.mark.parametrize("key, value", SETTINGS, ids=lambda value: str(value)[:20])
-def test_what_a_pack_recommends_passes_the_same_checks_as_a_setting(pack, tmp_path, key, value):
+def test_recommended_settings_pass_the_same_checks_as_user_settings(pack, tmp_path, key, value):
     try:
         CascadeConfig.of({key: value})
         refused = False
@@ -355,32 +349,32 @@ def test_what_a_pack_recommends_passes_the_same_checks_as_a_setting(pack, tmp_pa
     if not refused:
         assert ProbePack.open(folder).recommended == {key: value}
         return
-    with pytest.raises(ConfigError, match=r"manifest.json: what the pack recommends is refused as a setting") as caught:
+    with pytest.raises(ConfigError, match=r"manifest.json: the pack's recommended settings are not valid") as caught:
         ProbePack.open(folder)
     assert len(str(caught.value)) < 700
 
 
 @pytest.mark.parametrize("key, value", [("exclude", ["c1"]), ("include", ["c1"]), ("depth", {"c1": 0})], ids=str)
-def test_no_pack_says_what_is_left_out(pack, tmp_path, key, value):
+def test_pack_that_recommends_exclusions_is_refused(pack, tmp_path, key, value):
     folder = forged_manifest(pack, tmp_path / "forged", lambda said: json.dumps(said | {"recommended": {key: value}}))
-    with pytest.raises(ConfigError, match=f"is for whoever watches to say, and no pack's to recommend: {key}"):
+    with pytest.raises(ConfigError, match=f"a pack cannot recommend {key}: set it when you watch"):
         ProbePack.open(folder)
 
 
-def test_a_recommended_nan_is_refused_and_is_not_written(pack, model, tmp_path):
+def test_recommended_nan_is_refused_and_not_written(pack, model, tmp_path):
     folder = forged_manifest(
         pack, tmp_path / "forged", lambda said: json.dumps(said | {"recommended": {"load_threshold": math.nan}})
     )
     with pytest.raises(ConfigError, match="load_threshold is nan"):
         ProbePack.open(folder)
-    with pytest.raises(ConfigError, match=r"'random': what the pack recommends .* load_threshold is nan"):
+    with pytest.raises(ConfigError, match=r"'random': the pack's recommended settings .* load_threshold is nan"):
         make_pack(tmp_path / "written", model, recommended={"load_threshold": math.nan})
     assert os.listdir(tmp_path) == ["forged"]
 
 
 @pytest.mark.parametrize("value", [-0.5, 1.5, math.inf, -math.inf])
 @pytest.mark.parametrize("key", ["alert_threshold", "expand_threshold", "alert_threshold:ema(0.3)"])
-def test_thresholds_that_no_score_can_have_are_refused(pack, model, tmp_path, key, value):
+def test_thresholds_outside_0_to_1_are_refused(pack, model, tmp_path, key, value):
     def change(tensors):
         tensors.setdefault(key, torch.full((40,), 0.5))[7] = value
 
@@ -403,7 +397,7 @@ def test_thresholds_that_no_score_can_have_are_refused(pack, model, tmp_path, ke
 
 
 @pytest.mark.parametrize("value", [0.0, 1.0, math.nan])
-def test_thresholds_at_the_ends_and_none_are_taken(pack, tmp_path, value):
+def test_thresholds_of_0_1_and_nan_are_accepted(pack, tmp_path, value):
     def change(tensors):
         tensors["alert_threshold"][:] = value
         tensors["expand_threshold"][:] = value
@@ -417,14 +411,14 @@ def test_thresholds_at_the_ends_and_none_are_taken(pack, tmp_path, value):
 
 
 @pytest.mark.parametrize("value", [1.0, True, "1", 2, 10**400, None])
-def test_a_format_version_is_the_whole_number_one(pack, tmp_path, value):
+def test_format_version_must_be_the_integer_one(pack, tmp_path, value):
     folder = forged_manifest(pack, tmp_path / "forged", lambda said: json.dumps(said | {"format_version": value}))
     with pytest.raises(PackVersionError, match="format_version is") as caught:
         ProbePack.open(folder)
     assert len(str(caught.value)) < 400
 
 
-def test_a_size_of_hundreds_of_digits_is_told_in_a_few(pack, tmp_path):
+def test_huge_size_is_reported_in_a_short_message(pack, tmp_path):
     def text(said):
         said["files"]["README.md"]["size"] = 10**400
         return json.dumps(said)
@@ -435,7 +429,7 @@ def test_a_size_of_hundreds_of_digits_is_told_in_a_few(pack, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["a\u202egnp.exe", "a\u2066b", "\u202a", "\ud800", "a\x1b[2J"], ids=ascii)
-def test_names_that_are_read_otherwise_than_they_are_written_are_refused(pack, model, tmp_path, name):
+def test_names_with_hidden_or_control_characters_are_refused(pack, model, tmp_path, name):
     folder = forged_manifest(pack, tmp_path / "forged", lambda said: json.dumps(said | {"name": name}))
     with pytest.raises(PackCorrupt, match=r"the name is '.*\\|is not valid JSON .*surrogates"):
         ProbePack.open(folder)
@@ -446,32 +440,32 @@ def test_names_that_are_read_otherwise_than_they_are_written_are_refused(pack, m
         make_pack(tmp_path / "written", model, name=name)
 
 
-def test_a_name_from_right_to_left_is_a_name(model, tmp_path):
+def test_right_to_left_names_are_accepted(model, tmp_path):
     assert make_pack(tmp_path / "pack", model, name="חיות \u200falef").name == "חיות \u200falef"
 
 
-def test_keys_that_stand_twice_are_refused(pack, tmp_path):
+def test_duplicate_json_keys_are_refused(pack, tmp_path):
     folder = forged_manifest(
         pack,
         tmp_path / "forged",
         lambda said: json.dumps(said).replace('"licence":', '"licence": "MIT", "licence":', 1),
     )
-    with pytest.raises(PackCorrupt, match=r"manifest.json is not valid JSON .*'licence' stands twice"):
+    with pytest.raises(PackCorrupt, match=r"manifest.json is not valid JSON .*'licence' appears twice"):
         ProbePack.open(folder)
     path = tmp_path / "concepts.jsonl"
     path.write_text('{"id": "a", "name": "a", "level": 0, "parents": [], "parents": ["b"]}\n')
-    with pytest.raises(PackCorrupt, match=r"line 1 is not valid JSON .*'parents' stands twice"):
+    with pytest.raises(PackCorrupt, match=r"line 1 is not valid JSON .*'parents' appears twice"):
         read_concepts(path)
 
 
-def test_millions_of_lists_in_the_concepts_are_refused_before_they_are_made(tmp_path):
+def test_millions_of_json_lists_are_refused_before_parsing(tmp_path):
     path = tmp_path / "concepts.jsonl"
     path.write_text('{"id": "a", "name": "a", "level": 0, "parents": [' + "[]," * 4_000_000 + "[]]}\n")
     with pytest.raises(PackCorrupt, match="4,000,003 brackets, at most 4,000,000 lists and objects are read"):
         read_concepts(path)
 
 
-def test_packs_of_nothing_are_neither_written_nor_opened(model, tmp_path):
+def test_empty_packs_are_neither_written_nor_opened(model, tmp_path):
     with pytest.raises(PackError, match="a pack has one probe or more"):
         make_pack(tmp_path / "none", model, n=0)
     with pytest.raises(PackError, match="a pack has one probe or more, and none is empty"):
@@ -490,7 +484,7 @@ def test_packs_of_nothing_are_neither_written_nor_opened(model, tmp_path):
     assert os.listdir(tmp_path) == []
 
 
-def test_a_file_that_may_not_be_read_says_so(two, tmp_path):
+def test_file_without_read_permission_is_reported(two, tmp_path):
     folder = aged(two[0], tmp_path / "pack")
     real = os.open
 
@@ -508,7 +502,7 @@ def test_a_file_that_may_not_be_read_says_so(two, tmp_path):
         ProbePack.open(folder)
 
 
-def test_nobody_waits_for_the_other_end_of_a_pipe_in_the_place_of_a_file(two, tmp_path):
+def test_pipe_in_place_of_a_file_is_refused_without_waiting(two, tmp_path):
     folder = aged(two[0], tmp_path / "pack")
     (folder / PROBES).unlink()
     os.mkfifo(folder / PROBES)
@@ -523,7 +517,7 @@ def test_nobody_waits_for_the_other_end_of_a_pipe_in_the_place_of_a_file(two, tm
     thread = threading.Thread(target=opening, daemon=True)
     thread.start()
     thread.join(10)
-    assert len(errors) == 1 and "what is there is no file" in errors[0]
+    assert len(errors) == 1 and "it is not a file" in errors[0]
 
 
 # -- replacing -----------------------------------------------------------------------------------
@@ -533,7 +527,7 @@ def test_nobody_waits_for_the_other_end_of_a_pipe_in_the_place_of_a_file(two, tm
 @pytest.mark.parametrize(
     "error", [PermissionError(13, "Permission denied"), OSError(28, "No space left on device")], ids=str
 )
-def test_a_pack_that_cannot_be_put_in_place_leaves_the_older_one_and_tells_the_first_error(
+def test_failed_replacement_keeps_the_old_pack_and_reports_the_first_error(
     two, tmp_path, model, exchange, error, monkeypatch
 ):
     folder = aged(two[0], tmp_path / "pack")
@@ -551,9 +545,7 @@ def test_a_pack_that_cannot_be_put_in_place_leaves_the_older_one_and_tells_the_f
     assert os.listdir(tmp_path) == ["pack"] and judge_one(ProbePack.open(folder), [two[0]])
 
 
-def test_another_writer_between_the_two_steps_of_a_replacement_leaves_nothing_beside_the_last_pack(
-    two, tmp_path, monkeypatch
-):
+def test_writer_during_a_replacement_leaves_only_the_last_pack(two, tmp_path, monkeypatch):
     """Where names cannot be exchanged: the place is taken by somebody else at the moment when it is free."""
     folder, made = aged(two[0], tmp_path / "pack"), aged(two[1], tmp_path / ".made")
     monkeypatch.setattr(packfile, "_rename", None)
@@ -569,7 +561,7 @@ def test_another_writer_between_the_two_steps_of_a_replacement_leaves_nothing_be
     assert taken and os.listdir(tmp_path) == ["pack"] and judge_one(ProbePack.open(folder), list(two)) == two[1]
 
 
-def test_a_part_of_a_pack_is_looked_at_in_a_microsecond_or_two(two):
+def test_check_for_changes_takes_microseconds(two):
     """The cost on a step: a call of the system. A bound fifty times as high, for a machine that others use."""
     import time
 
@@ -584,7 +576,7 @@ def test_a_part_of_a_pack_is_looked_at_in_a_microsecond_or_two(two):
     assert min(taken) < 100e-6
 
 
-def test_subset_of_a_pack_in_memory_needs_no_file(two, tmp_path):
+def test_subset_of_a_loaded_pack_needs_no_file(two, tmp_path):
     folder = aged(two[0], tmp_path / "pack")
     pack = ProbePack.open(folder)
     pack.weights  # noqa: B018 (read now)
@@ -593,7 +585,7 @@ def test_subset_of_a_pack_in_memory_needs_no_file(two, tmp_path):
     assert {concept["id"] for concept in made.concepts} >= {"c5", "c2"}
 
 
-def test_a_large_pack_that_is_overwritten_with_its_times_kept_and_other_permissions_is_told(two, tmp_path):
+def test_overwritten_mapped_pack_with_kept_times_is_detected_by_permissions(two, tmp_path):
     """As `cp -p` does from an archive in which every file has one time: size and time are the same, the permissions are
     not.
     """
@@ -614,7 +606,7 @@ def test_a_large_pack_that_is_overwritten_with_its_times_kept_and_other_permissi
             manager.score_tokens(hidden)
 
 
-def test_a_folder_that_another_writer_puts_there_just_now_is_no_file(two, tmp_path, monkeypatch):
+def test_folder_that_appears_during_the_check_is_not_called_a_file(two, tmp_path, monkeypatch):
     shutil.copytree(two[0], tmp_path / "pack")
     is_dir, gone = Path.is_dir, [tmp_path / "pack"]
 
@@ -630,7 +622,7 @@ def test_a_folder_that_another_writer_puts_there_just_now_is_no_file(two, tmp_pa
 
 
 @pytest.mark.parametrize("mapped", [True, False])
-def test_weights_that_no_memory_is_left_for_are_an_error_of_the_pack(tmp_path, mapped):
+def test_weights_that_do_not_fit_in_memory_are_a_pack_error(tmp_path, mapped):
     """As under `ulimit -v`."""
     shape = [1 << 20, 1 << 10]
     header = json.dumps({"w1": {"dtype": "U8", "shape": shape, "data_offsets": [0, 1 << 30]}}).encode()

@@ -1,4 +1,4 @@
-"""A pack in a notebook: its counts are those of the pack, and its names are text."""
+"""A pack in a notebook shows its own counts, and its names only as text."""
 
 import numpy as np
 import pytest
@@ -16,7 +16,7 @@ def rows_of(page):
 
 
 @pytest.mark.parametrize("name", ["wordnet-smollm2-135m", "wordnet-smollm2-135m-mlp"])
-def test_a_shipped_pack_is_shown_with_its_own_counts(name):
+def test_shipped_pack_is_shown_with_its_counts(name):
     pack = ProbePack.open(f"probes/{name}").with_alert_set("rate_0.01")
     page = read(pack._repr_html_())
     counts = [(level, str(n), str(n)) for level, n in pack.manifest["counts_per_level"].items()]
@@ -30,7 +30,7 @@ def test_a_shipped_pack_is_shown_with_its_own_counts(name):
     assert f"whole {n_below} › " in page.text
 
 
-def test_thresholds_that_are_missing_are_counted_by_level(model, tmp_path):
+def test_missing_thresholds_are_counted_by_level(model, tmp_path):
     alert = torch.full((40,), 0.3)
     alert[::3] = float("nan")
     pack = make_pack(tmp_path / "p", model, alert_threshold=alert)
@@ -44,20 +44,20 @@ def test_thresholds_that_are_missing_are_counted_by_level(model, tmp_path):
 
 
 @pytest.mark.parametrize("named", [{}, {"model_id": None}, {"model_id": "org/<b>"}])
-def test_the_host_is_named_as_the_pack_states_it(model, tmp_path, named):
+def test_model_is_named_as_the_pack_states_it(model, tmp_path, named):
     pack = make_pack(tmp_path / "p", model, host={"hidden_size": 16, "n_layers": 3, **named})
-    name = named.get("model_id") or "a host that is not stated"
+    name = named.get("model_id") or "a model that is not stated"
     assert f" MB) for {name}, at resid_post.1" in read(pack._repr_html_()).text
 
 
-def test_names_of_concepts_are_text(model, tmp_path):
+def test_concept_names_are_shown_as_text(model, tmp_path):
     names = [name for name in HOSTILE if not harmful(name, "") and len(name) < 200]
     concepts = [{"id": f"c{i}", "name": names[i % len(names)], "parents": []} for i in range(40)]
     page = read(make_pack(tmp_path / "p", model, concepts=concepts)._repr_html_())
     assert len(names) > 5 and [text for _, _, text in page.of("b")] == [names[i % len(names)] for i in range(40)]
 
 
-def test_of_a_large_pack_the_top_is_shown_and_the_rest_is_counted(model, tmp_path):
+def test_large_pack_shows_the_top_and_counts_the_rest(model, tmp_path):
     n, long = 3000, "é" * 300
     concepts = [{"id": f"c{i}", "name": f"{long}{i}", "parents": [] if i < 100 else [f"c{i % 100}"]} for i in range(n)]
     weights = {"w1": torch.zeros(n, 1, 16), "b1": torch.zeros(n, 1)}

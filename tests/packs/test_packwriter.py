@@ -1,4 +1,4 @@
-"""A pack written probe by probe is the pack that is written whole; what goes wrong leaves nothing behind."""
+"""A pack written probe by probe equals one written whole; a failure leaves nothing behind."""
 
 import json
 import resource
@@ -58,7 +58,7 @@ def files(folder):
 @pytest.mark.parametrize("rule", ["path", "independent"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.int8], ids=str)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_probe_by_probe_in_any_order_is_byte_for_byte_the_pack_written_whole(tmp_path, shape, dtype, rule):
+def test_probe_by_probe_in_any_order_equals_a_pack_written_whole(tmp_path, shape, dtype, rule):
     net = weights(SHAPES[shape], D, dtype, N)
     whole = ProbePack.write(tmp_path / "whole", weights=net, **arguments(score_rule=rule))
     with writer(tmp_path / "single", net, score_rule=rule) as made:
@@ -77,13 +77,13 @@ def test_probe_by_probe_in_any_order_is_byte_for_byte_the_pack_written_whole(tmp
             assert torch.equal(whole.weights[key][i], tensor[int(concept["id"][1:])])
 
 
-def test_the_file_is_as_safetensors_itself_writes_it(tmp_path):
+def test_written_file_equals_one_from_safetensors(tmp_path):
     pack = ProbePack.write(tmp_path / "pack", weights=weights((4, 3), D, torch.bfloat16, N), **arguments())
     save_file(load_file(pack.directory / "probes.safetensors"), tmp_path / "again")
     assert (tmp_path / "again").read_bytes() == (pack.directory / "probes.safetensors").read_bytes()
 
 
-def test_put_says_how_the_probe_scores_the_golden_states(tmp_path):
+def test_put_returns_the_probes_scores_on_golden_states(tmp_path):
     net = weights((4, 3), D, torch.float32, N)
     changes = {
         "inputs": [{"site": "resid_post.1"}],
@@ -98,7 +98,7 @@ def test_put_says_how_the_probe_scores_the_golden_states(tmp_path):
         assert made.put_slice(0, net) is None
 
 
-def test_blocks_smaller_than_a_slice_change_nothing(tmp_path, monkeypatch):
+def test_small_write_blocks_change_nothing(tmp_path, monkeypatch):
     net = weights((4, 3), D, torch.float32, N)
     ProbePack.write(tmp_path / "whole", weights=net, **arguments())
     monkeypatch.setattr("probemon.packs.writer._BLOCK_BYTES", 700)
@@ -106,7 +106,7 @@ def test_blocks_smaller_than_a_slice_change_nothing(tmp_path, monkeypatch):
     assert files(tmp_path / "whole") == files(tmp_path / "blocks")
 
 
-def test_card_provenance_and_quality_may_change_until_the_end(tmp_path):
+def test_card_provenance_and_quality_can_change_until_the_end(tmp_path):
     net = weights((), D, torch.float32, N)
     with writer(tmp_path / "pack", net) as made:
         made.put_slice(0, net)
@@ -167,7 +167,7 @@ def broken(net, **changes):
         (lambda made, net: 1 / 0, ZeroDivisionError, "division"),
     ],
 )
-def test_what_goes_wrong_is_named_and_leaves_nothing(tmp_path, put, error, words):
+def test_failed_write_is_named_and_leaves_nothing(tmp_path, put, error, words):
     net = weights((4, 3), D, torch.float32, N)
     with pytest.raises(error, match=words), writer(tmp_path / "pack", net) as made:
         put(made, net)
@@ -176,14 +176,14 @@ def test_what_goes_wrong_is_named_and_leaves_nothing(tmp_path, put, error, words
         assert made.opened
 
 
-def test_weights_whose_sum_overflows_are_finite_all_the_same(tmp_path):
+def test_finite_weights_whose_sum_overflows_are_accepted(tmp_path):
     net = weights((), D, torch.float32, N)
     net["w1"][3] = 3e38
     pack = ProbePack.write(tmp_path / "pack", weights=net, **arguments(golden_hidden=None))
     assert bool((pack.weights["w1"][pack.find("c3")] == 3e38).all())
 
 
-def test_a_failed_overwrite_leaves_the_old_pack(tmp_path):
+def test_failed_overwrite_keeps_the_old_pack(tmp_path):
     net = weights((), D, torch.float32, N)
     ProbePack.write(tmp_path / "pack", weights=net, **arguments())
     before = files(tmp_path / "pack")
@@ -210,14 +210,14 @@ def test_a_failed_overwrite_leaves_the_old_pack(tmp_path):
         ({"dtype": torch.int16}, ConfigError, "int16"),
     ],
 )
-def test_what_cannot_be_a_pack_is_refused_before_anything_is_written(tmp_path, changes, error, words):
+def test_invalid_pack_is_refused_before_anything_is_written(tmp_path, changes, error, words):
     made = {"architecture": Architecture(D), "dtype": torch.float32, **arguments(), **changes}
     with pytest.raises(error, match=words):
         PackWriter(tmp_path / "pack", **made)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_text_that_no_file_can_hold_is_named(tmp_path):
+def test_text_that_utf8_cannot_hold_is_named(tmp_path):
     net = weights((), D, torch.float32, N)
     odd = concepts()
     odd[4]["definition"] = "half of a pair: \ud800"
@@ -226,7 +226,7 @@ def test_a_text_that_no_file_can_hold_is_named(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_disk_that_is_too_small_is_said_before_the_work(tmp_path):
+def test_disk_that_is_too_small_is_reported_at_the_start(tmp_path):
     net = weights((), 4096, torch.float32, N)
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, before[1]))  # as a full disk: the file cannot grow
@@ -243,13 +243,13 @@ def test_a_disk_that_is_too_small_is_said_before_the_work(tmp_path):
     assert list(tmp_path.iterdir()) == [] and net["w1"].nbytes > 100_000
 
 
-def test_a_place_that_cannot_be_written_is_named(tmp_path):
+def test_unwritable_place_is_named(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(PackError, match="cannot be written"):
         ProbePack.write(tmp_path / "file/pack", weights=weights((), D, torch.float32, N), **arguments())
 
 
-def test_memory_is_that_of_what_is_put_not_of_the_pack(tmp_path):
+def test_writer_memory_does_not_grow_with_the_pack(tmp_path):
     program = f"""
 import resource, sys, torch
 from probemon.packs.writer import PackWriter
@@ -273,14 +273,14 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
     assert int(done.stdout) * 1024 < 32 << 20
 
 
-def test_one_value_of_an_odd_stride_is_written_like_any_other():
+def test_single_value_with_an_odd_stride_is_written_correctly():
     from probemon.packs.writer import _bytes_of
 
     odd = torch.arange(9)[4:5].as_strided((1,), (3,), 4)
     assert odd.is_contiguous() and bytes(_bytes_of(odd)) == (4).to_bytes(8, "little")
 
 
-def test_only_a_pack_is_overwritten_and_nothing_is_lost_with_it(tmp_path, monkeypatch):
+def test_only_a_pack_is_overwritten_and_other_files_survive(tmp_path, monkeypatch):
     """What is refused stays as it was, and leaves no other name behind."""
     net = weights((), D, torch.float32, N)
 
@@ -300,12 +300,12 @@ def test_only_a_pack_is_overwritten_and_nothing_is_lost_with_it(tmp_path, monkey
     (tmp_path / "folder/.cache").mkdir(parents=True)
     there = sorted(path for path in tmp_path.rglob("*"))
     for name, words in (
-        ("thesis", "thesis holds thesis.txt, which is no part of a pack and would be lost"),
+        ("thesis", "thesis holds thesis.txt, which is not part of a pack and would be lost"),
         ("mixed", "mixed holds thesis.txt"),
         ("file", "file is a file, no pack"),
         ("link", "link is a link, no pack"),
         ("nowhere", "nowhere is a link"),
-        ("damaged", "damaged is no whole pack"),
+        ("damaged", "damaged is not a whole pack"),
         ("folder", "folder holds .cache|folder holds no pack"),
     ):
         with pytest.raises(PackError, match=words):
@@ -325,7 +325,7 @@ def test_only_a_pack_is_overwritten_and_nothing_is_lost_with_it(tmp_path, monkey
     assert write(tmp_path / "pack").n_probes == N
 
 
-def test_what_comes_to_lie_at_the_target_meanwhile_is_not_replaced(tmp_path):
+def test_folder_that_appears_at_the_target_is_not_replaced(tmp_path):
     net = weights((), D, torch.float32, N)
     with pytest.raises(PackError, match=r"holds thesis\.txt"), writer(tmp_path / "pack", net, overwrite=True) as made:
         made.put_slice(0, net)
@@ -335,7 +335,7 @@ def test_what_comes_to_lie_at_the_target_meanwhile_is_not_replaced(tmp_path):
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT], ids=str)
-def test_a_command_that_is_ended_takes_away_what_is_half_written(tmp_path, number):
+def test_interrupted_command_removes_its_partial_pack(tmp_path, number):
     n = 20_000
     ProbePack.write(
         tmp_path / "large",
@@ -375,7 +375,7 @@ def test_a_command_that_is_ended_takes_away_what_is_half_written(tmp_path, numbe
 
 
 @pytest.mark.parametrize("where", ["id", "name", "pack"])
-def test_control_characters_are_in_no_name(tmp_path, where):
+def test_names_with_control_characters_are_refused(tmp_path, where):
     """A terminal would act on them: packs come from strangers."""
     net, name = weights((), D, torch.float32, N), "\x1b[31mred\x1b[2J"
     changes = (
@@ -409,7 +409,7 @@ def test_control_characters_are_in_no_name(tmp_path, where):
 
 
 @pytest.mark.parametrize("change", [{"architecture": {"kind": "mlp", "hidden": [10**9]}}, {"dtype": "float8"}], ids=str)
-def test_a_manifest_that_says_other_things_of_its_weights_is_refused(tmp_path, change):
+def test_manifest_that_contradicts_its_weights_is_refused(tmp_path, change):
     ProbePack.write(tmp_path / "pack", weights=weights((), D, torch.float32, N), **arguments())
     manifest = json.loads((tmp_path / "pack/manifest.json").read_text())
     (tmp_path / "pack/manifest.json").write_text(json.dumps({**manifest, **change}))

@@ -1,4 +1,4 @@
-"""int8 copies of packs: the same probes within the error that the copy states, in every implementation."""
+"""An int8 copy of a pack scores within its stated error, in every implementation."""
 
 import json
 
@@ -22,7 +22,7 @@ def small(pack, tmp_path_factory):
     return quantize(pack, tmp_path_factory.mktemp("int8") / "small")
 
 
-def test_a_row_is_whole_numbers_of_its_scale_to_half_a_step():
+def test_int8_weights_are_within_half_a_step_of_the_original():
     w = torch.randn(7, 5, 33, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
     w[3, 2] = 0
     made = quantize_weights({"w1": w, "b1": torch.ones(7, 5)})
@@ -34,7 +34,7 @@ def test_a_row_is_whole_numbers_of_its_scale_to_half_a_step():
     assert int(made["w1"].abs().max()) == 127 and made["w1_scale"][3, 2] == 1 and not made["w1"][3, 2].any()
 
 
-def test_the_copy_states_the_error_that_it_has(pack, small):
+def test_int8_copy_states_its_measured_error(pack, small):
     stated = small.manifest["quality"]["int8"]
     error = (small.golden_scores - pack.golden_scores).abs()
     assert stated["states"] == "golden" and stated["n_states"] == len(pack.golden_hidden)
@@ -55,14 +55,14 @@ def test_the_copy_states_the_error_that_it_has(pack, small):
     assert [c["id"] for c in small.concepts] == [c["id"] for c in pack.concepts]
 
 
-def test_a_pack_without_golden_states_says_that_its_states_are_random(model, tmp_path):
+def test_pack_without_golden_states_reports_random_states(model, tmp_path):
     stated = quantize(make_pack(tmp_path / "a", model, golden_hidden=None), tmp_path / "b").manifest["quality"]["int8"]
     assert stated["states"] == "random" and stated["max_score_error"] > 0
 
 
 @pytest.mark.parametrize("arena", [None, 9], ids=["resident", "paged"])
 @pytest.mark.parametrize("impl", IMPLS)
-def test_every_implementation_scores_the_copy_as_the_reference_does(small, impl, arena):
+def test_every_implementation_scores_the_int8_copy_as_the_reference(small, impl, arena):
     arena_bytes = arena and arena * small.weight_bytes() // small.n_probes
     manager = DynamicProbeManager(
         small, impl=impl, arena_bytes=arena_bytes, strategy="descent"
@@ -78,7 +78,7 @@ def test_every_implementation_scores_the_copy_as_the_reference_does(small, impl,
     manager.arena.check_integrity()
 
 
-def test_damage_to_a_scale_is_noticed(small, tmp_path):
+def test_damaged_scale_is_detected(small, tmp_path):
     tensors = load_file(small.directory / "probes.safetensors")
     copy = tmp_path / "copy"
     copy.mkdir()
@@ -105,14 +105,14 @@ def test_damage_to_a_scale_is_noticed(small, tmp_path):
         ProbePack.open(copy)
 
 
-def test_an_int8_pack_is_not_quantised_again_and_nothing_is_overwritten(pack, small, tmp_path):
+def test_int8_pack_is_not_quantised_again_and_nothing_is_overwritten(pack, small, tmp_path):
     with pytest.raises(ConfigError, match="int8 already"):
         quantize(small, tmp_path / "twice")
     with pytest.raises(PackError, match="exists"):
         quantize(pack, small.directory)
 
 
-def test_the_command_writes_and_says_what_it_costs(pack, tmp_path):
+def test_quantize_command_prints_size_and_error(pack, tmp_path):
     done = CliRunner().invoke(app, ["quantize", str(pack.directory), str(tmp_path / "out"), "--json"])
     told = json.loads(done.stdout)
     assert (

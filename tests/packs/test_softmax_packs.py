@@ -1,4 +1,4 @@
-"""Packs with softmax groups: what is refused, and what copies, cuts, merges and comparisons make of them."""
+"""Packs with softmax groups: what is refused, and how copies, subsets, merges and comparisons treat groups."""
 
 import json
 
@@ -47,7 +47,7 @@ def groups_by_id(pack):
 GIVEN = {frozenset(f"c{i}" for i, own in enumerate(GROUPS) if own == group) for group in set(GROUPS) - {-1}}
 
 
-def test_groups_are_those_that_were_given_and_are_version_2(grouped, tmp_path):
+def test_written_groups_read_back_in_format_version_2(grouped, tmp_path):
     assert groups_by_id(grouped) == groups_by_id(ProbePack.open(grouped.directory)) == GIVEN
     assert grouped.manifest["format_version"] == 2
     assert grouped.softmax_group.unique().tolist() == [-1, 0, 1, 2, 3]
@@ -56,7 +56,7 @@ def test_groups_are_those_that_were_given_and_are_version_2(grouped, tmp_path):
     assert "softmax_group" not in plain._tensors.described
 
 
-def test_written_probe_by_probe_in_any_order(grouped, tmp_path):
+def test_groups_written_probe_by_probe_have_the_same_golden_scores(grouped, tmp_path):
     """Golden scores of a group need all its members, wherever they are put."""
     spec = {
         "name": "groups", "concepts": [dict(concept) for concept in grouped.concepts], "dtype": torch.float32,
@@ -84,7 +84,7 @@ def test_written_probe_by_probe_in_any_order(grouped, tmp_path):
         ({0: -2}, "other values than whole numbers from -1"),
     ],
 )
-def test_groups_that_cannot_be_are_refused_where_a_pack_is_written(tmp_path, groups, why):
+def test_invalid_groups_are_refused_when_written(tmp_path, groups, why):
     given = torch.full((len(GROUPS),), -1)
     for concept, group in groups.items():
         given[concept] = group
@@ -95,7 +95,7 @@ def test_groups_that_cannot_be_are_refused_where_a_pack_is_written(tmp_path, gro
         write(tmp_path / "pack", (), torch.float32, softmax_group=given.double() + 0.5)
 
 
-def test_members_on_other_levels_are_refused(tmp_path):
+def test_members_on_different_levels_are_refused(tmp_path):
     concepts = [{"id": name, "name": name, "parents": [], "level": level} for name, level in (("a", 0), ("b", 1))]
     with pytest.raises(HierarchyError, match="'a' and 'b' are of one softmax group"):
         write(
@@ -140,12 +140,12 @@ def gone(tensors):
         (gone, PackVersionError, "no softmax_group, and the manifest's format_version is 2"),
     ],
 )
-def test_forged_groups_are_refused_when_a_pack_is_opened(grouped, tmp_path, change, error, why):
+def test_forged_groups_are_refused_when_opened(grouped, tmp_path, change, error, why):
     with pytest.raises(error, match=why):
         ProbePack.open(forge(grouped, tmp_path / "forged", change))
 
 
-def test_a_pack_of_version_1_has_no_groups(grouped, tmp_path):
+def test_version_1_pack_with_groups_is_refused(grouped, tmp_path):
     """A reader of version 1 would take each member's sigmoid: what says 1 and has groups is refused here, too."""
     folder = forge(grouped, tmp_path / "forged", lambda tensors: None)
     manifest = json.loads((folder / "manifest.json").read_text())
@@ -154,7 +154,7 @@ def test_a_pack_of_version_1_has_no_groups(grouped, tmp_path):
         ProbePack.open(folder)
 
 
-def test_a_subset_takes_the_whole_group(grouped, tmp_path):
+def test_subset_takes_the_whole_group(grouped, tmp_path):
     hidden = states()
     before = by_id(grouped, hidden)
     cut_out = subset(grouped, tmp_path / "below", ["c10"])
@@ -180,14 +180,14 @@ def test_merged_and_renamed_packs_score_as_before(grouped, tmp_path):
     assert np.array_equal(by_id(renamed, hidden)["joy"], by_id(grouped, hidden)["c8"])
 
 
-def test_the_int8_copy_says_how_far_shares_moved(grouped, tmp_path):
+def test_int8_copy_states_how_far_shares_moved(grouped, tmp_path):
     small = quantize(grouped, tmp_path / "small")
     moved = (everything_by_fp64(small, grouped.golden_hidden[:, 0]) - grouped.golden_scores).abs().max()
     assert groups_by_id(small) == GIVEN
     assert small.manifest["quality"]["int8"]["max_score_error"] == pytest.approx(float(moved), abs=1e-6)
 
 
-def test_a_comparison_names_other_groups(grouped, tmp_path):
+def test_pack_diff_names_changed_groups(grouped, tmp_path):
     given = torch.tensor([-1 if group == 5 else group for group in GROUPS])
     other = write(tmp_path / "other", (), torch.float32, softmax_group=given)
     diff = pack_diff(grouped, other)
@@ -198,7 +198,7 @@ def test_a_comparison_names_other_groups(grouped, tmp_path):
     assert pack_diff(grouped, ProbePack.open(grouped.directory)).same
 
 
-def test_hierarchies_keep_groups_together_and_bounds_refuse_them(grouped, tmp_path):
+def test_hierarchy_may_not_split_a_group_and_bounds_are_refused(grouped, tmp_path):
     with pytest.raises(HierarchyError, match="'c7' and 'c8' are of one softmax group"):
         with_hierarchy(grouped, {"c0": {"c7": {}}}, tmp_path / "tree")
     flat, _ = with_hierarchy(grouped, {"c0": {}}, tmp_path / "flat")
@@ -207,7 +207,7 @@ def test_hierarchies_keep_groups_together_and_bounds_refuse_them(grouped, tmp_pa
         propose(flat)
 
 
-def test_what_is_shown_of_a_pack_says_its_groups(grouped):
+def test_inspect_and_html_show_the_groups(grouped):
     shown = CliRunner().invoke(app, ["inspect", str(grouped.directory), "--json"])
     assert {frozenset(group) for group in json.loads(shown.stdout)["softmax_groups"]} == GIVEN
     text = " ".join(CliRunner().invoke(app, ["inspect", str(grouped.directory)]).stdout.split())

@@ -1,4 +1,4 @@
-"""Strengths against logits in fp64."""
+"""Strengths equal differences of logits in fp64."""
 
 import math
 
@@ -7,7 +7,7 @@ import numpy as np
 from probemon.packs.strength import in_short, strength_of, strength_or_score
 
 
-def test_strengths_are_logits_of_scores_minus_those_of_thresholds_however_near_0_or_1():
+def test_strength_is_score_logit_minus_threshold_logit_even_near_0_and_1():
     numbers = [1e-38, 1e-20, 1e-9, 1.1e-6, 0.25, 0.5, 0.999998, 1 - 2e-7, 1 - 2**-24]
     for score in np.float32(numbers):
         for threshold in np.float32(numbers):
@@ -16,12 +16,12 @@ def test_strengths_are_logits_of_scores_minus_those_of_thresholds_however_near_0
             assert math.isclose(float(strength_of(score, threshold)), exact, rel_tol=1e-12, abs_tol=1e-12)
 
 
-def test_what_is_certain_is_infinitely_strong_and_what_equals_its_threshold_is_not():
+def test_certain_score_is_infinitely_strong_unless_it_equals_its_threshold():
     score, threshold = np.float32([1, 1, 0, 0.5, 0.5]), np.float32([0.5, 1, 0, 0, 1])
     assert strength_of(score, threshold).tolist() == [math.inf, 0, 0, math.inf, -math.inf]
 
 
-def test_without_a_threshold_there_is_no_strength_and_lists_go_by_the_score():
+def test_concept_without_a_threshold_has_no_strength_and_ranks_by_score():
     score, threshold = np.float32([0.25, 0.75]), np.float32([np.nan, 0.5])
     assert np.isnan(strength_of(score, threshold)).tolist() == [True, False]
     assert strength_or_score(score, threshold)[0] == 0.25 and math.isclose(
@@ -29,7 +29,7 @@ def test_without_a_threshold_there_is_no_strength_and_lists_go_by_the_score():
     )
 
 
-def test_no_number_between_0_and_1_reads_as_one_of_them():
+def test_score_strictly_between_0_and_1_never_prints_as_0_or_1():
     told = {
         (0.3, ".3f"): "0.300",
         (0.00046, ".3f"): "0.00046",

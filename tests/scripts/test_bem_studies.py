@@ -1,4 +1,4 @@
-"""The studies of adapters on the demo model say what was measured, and a stopped study goes on."""
+"""The adapter studies on the demo model report what was measured and can be resumed."""
 
 from types import SimpleNamespace
 
@@ -43,7 +43,7 @@ def one_study():
     return demo, timed
 
 
-def test_arms_are_judged_by_gates_beside_the_lora():
+def test_methods_are_judged_by_gates_against_the_lora():
     demo, timed = one_study()
     judged = {verdict["method"]: verdict for verdict in demo["verdicts"]}
     assert set(judged) == {"low_rank", "film", "x-lora"}
@@ -57,7 +57,7 @@ def test_arms_are_judged_by_gates_beside_the_lora():
     assert on["operations"] == [0, 1, 2] and shares["operations"] == [1.0, 1.0, 1.0, 0.0, 0.0]
 
 
-def test_what_was_learned_is_not_learned_again(tmp_path, monkeypatch):
+def test_finished_runs_are_not_trained_again(tmp_path, monkeypatch):
     calls = []
 
     def learn(data, method, seed, rate):
@@ -71,7 +71,7 @@ def test_what_was_learned_is_not_learned_again(tmp_path, monkeypatch):
     assert [file.name for file in (tmp_path / "new").iterdir()] == ["marks-an_arm_0-3-0.01.json"]
 
 
-def test_the_reason_is_what_others_lose_seed_by_seed():
+def test_reason_study_reports_losses_of_the_others_by_seed():
     rows = [
         {"method": m, "n_trainable": 9, "held_out": dict.fromkeys(("definition", "kinds", "above", "all"), nats + seed)}
         | ({"held_out_frozen": {"all": nats + 1}, "held_out_shuffled": {"all": nats + 2}} if m == "low_rank" else {})

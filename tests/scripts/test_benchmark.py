@@ -1,6 +1,4 @@
-"""The benchmark's own parts: a wrong method stops it, every method of a small cell is right, claims are judged as they
-say.
-"""
+"""The benchmark stops at a wrong method, measures every method of a small cell, and judges claims by their bars."""
 
 import subprocess
 import sys
@@ -27,7 +25,7 @@ def small_bank(monkeypatch):
     monkeypatch.setattr(scoring, "BANK_BYTES", 1 << 20)
 
 
-def test_every_method_of_a_cell_is_right_and_in_the_file():
+def test_every_method_of_a_cell_is_correct_and_recorded():
     rows = scoring.measure(SMALL, 2, compiled=False)
     names = {row["method"] for row in rows}
     assert len(rows) == len(names) == 9
@@ -75,7 +73,7 @@ def test_a_wrong_method_is_not_timed(monkeypatch):
         scoring.measure(SMALL, 2, compiled=False)
 
 
-def test_the_floor_reads_every_byte_of_a_set():
+def test_floor_reads_every_byte_of_a_probe_set():
     methods, bank = scoring.methods_of(SMALL, False)
 
     def total():
@@ -110,7 +108,7 @@ def test_claims_are_judged_by_their_bars(name, value, interval, holds):
     assert benchmark._claim(value, interval, *benchmark.BARS[name])["holds"] is holds
 
 
-def test_the_interval_of_an_overhead_covers_it_as_often_as_it_says(monkeypatch):
+def test_overhead_interval_covers_it_as_often_as_stated(monkeypatch):
     monkeypatch.setattr(overhead, "_RESAMPLES", 500)
     rng, covered = np.random.default_rng(0), 0
     for _ in range(100):  # a machine whose speed wanders from turn to turn; watched, all takes 3 % more
@@ -122,7 +120,7 @@ def test_the_interval_of_an_overhead_covers_it_as_often_as_it_says(monkeypatch):
     assert 90 <= covered <= 99
 
 
-def test_the_interval_of_a_ratio_covers_it_as_often_as_it_says():
+def test_ratio_interval_covers_it_as_often_as_stated():
     rng, covered = np.random.default_rng(0), 0
     for _ in range(200):  # rounds in which all is slower or faster together; one method takes 1.2 times the other
         speed = 1 + rng.random(40)
@@ -133,7 +131,7 @@ def test_the_interval_of_a_ratio_covers_it_as_often_as_it_says():
     assert 180 <= covered <= 199
 
 
-def test_steps_are_timed_where_both_slow_twins_do_the_same_work(monkeypatch):
+def test_steps_are_timed_on_equal_work_of_both_slow_twins(monkeypatch):
     for name in ("_COLD", "_OPENED"):
         monkeypatch.setattr(stepping, name, 3)
     found = stepping.measure(120, 6)
@@ -148,7 +146,7 @@ def test_steps_are_timed_where_both_slow_twins_do_the_same_work(monkeypatch):
         stepping.measure(120, 2)
 
 
-def test_a_file_that_cannot_be_written_is_said_before_anything_is_measured():
+def test_unwritable_file_is_reported_before_measuring():
     words = [sys.executable, ROOT / "scripts/benchmark.py", "--json", "/nowhere/at/all.json"]
     done = subprocess.run(words, capture_output=True, text=True)
     assert done.returncode == 2 and done.stderr.startswith("benchmark: --json /nowhere"), done.stderr
@@ -156,14 +154,14 @@ def test_a_file_that_cannot_be_written_is_said_before_anything_is_measured():
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_the_gpu_suite_says_that_there_is_no_gpu(capsys):
+def test_gpu_suite_without_a_gpu_is_an_error(capsys):
     with pytest.raises(SystemExit) as ended:
         benchmark.main(["--suite", "gpu"])
     said = capsys.readouterr().err
     assert ended.value.code == 2 and said == "benchmark: --suite gpu needs a GPU, torch sees none here\n"
 
 
-def test_the_gpu_parts_run_dry_at_small_sizes(monkeypatch):
+def test_gpu_parts_run_at_small_sizes_in_the_interpreter(monkeypatch):
     """In Triton's interpreter, on the host's clock: what they compute is checked, what they would time is not."""
     for name, small in (("N_SETS", 2), ("H1", 16), ("H2", 8)):  # the interpreter takes a row of weights at a time
         monkeypatch.setattr(gpu, name, small)

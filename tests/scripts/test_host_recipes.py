@@ -1,4 +1,4 @@
-"""Recipes for running hosts well: each row is judged by what was measured, and one that is wrong has failed."""
+"""Recipes for running models: each row is judged by its measurement, and a wrong one fails."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # transformers warns of kerne
         ("pruning, rows", "mamba2"),
     ],
 )
-def test_a_row_holds_and_its_trap_is_there(name, host):
+def test_recipe_row_holds_and_its_trap_exists(name, host):
     row = run(BY_NAME[name], host)
     assert row.verdict in ("exact", "within bound"), row
 
@@ -39,12 +39,12 @@ def test_a_row_holds_and_its_trap_is_there(name, host):
 @pytest.mark.parametrize(
     ("name", "host"), [("several tokens on a used cache, watched", "mamba"), ("static cache", "ltm")]
 )
-def test_a_refusal_is_by_name(name, host):
+def test_refused_recipe_names_its_error(name, host):
     row = run(BY_NAME[name], host)
-    assert row.verdict == "refused" and row.value.startswith("NotSupportedDecoding: "), row
+    assert row.verdict == "refused" and row.value.startswith("UnsupportedDecoding: "), row
 
 
-def test_a_host_that_is_not_the_plain_one_fails(monkeypatch):
+def test_model_that_differs_from_the_plain_one_fails(monkeypatch):
     made = iter((0, 1))
     make = training.make
     monkeypatch.setattr(training, "make", lambda kind: make(kind, seed=next(made)))
@@ -52,7 +52,7 @@ def test_a_host_that_is_not_the_plain_one_fails(monkeypatch):
     assert row.verdict == "failed" and row.value > 1e-3 and row.watched < 1e-5
 
 
-def test_states_that_are_off_by_one_token_fail_though_every_logit_is_right(monkeypatch):
+def test_states_shifted_by_one_token_fail_despite_correct_logits(monkeypatch):
     def late(log_decay, added, start=None):
         return scan.scan_loop(log_decay.roll(1, 0), added, start)
 
@@ -61,18 +61,18 @@ def test_states_that_are_off_by_one_token_fail_though_every_logit_is_right(monke
     assert row.verdict == "failed" and row.value < 1e-5 and row.watched > 1e-3
 
 
-def test_gradients_that_were_never_unscaled_fail(monkeypatch):
+def test_gradients_left_scaled_fail(monkeypatch):
     monkeypatch.setattr(torch.amp.GradScaler, "unscale_", lambda self, optimizer: None)
     assert run(BY_NAME["loss scaling"], "mamba2").verdict == "failed"
 
 
-def test_a_trap_that_is_gone_and_a_refusal_that_does_not_come_fail(monkeypatch):
+def test_missing_trap_and_missing_refusal_fail(monkeypatch):
     pieces = inference._pieces
     monkeypatch.setattr(inference, "_pieces", lambda kind, sizes, **how: pieces(kind, [7] + [1] * 17, watched=False))
     row = run(BY_NAME["tokens one by one on a used cache"], "mamba")
     assert row.verdict == "failed" and row.value < 1e-5 and row.trap_value < 1e-5
     row = run(BY_NAME["several tokens on a used cache, watched"], "mamba")
-    assert row.verdict == "failed" and "no NotSupportedDecoding was raised" in row.value
+    assert row.verdict == "failed" and "no UnsupportedDecoding was raised" in row.value
 
 
 @pytest.mark.parametrize(
@@ -91,19 +91,19 @@ def test_a_trap_that_is_gone_and_a_refusal_that_does_not_come_fail(monkeypatch):
         (Refused("ValueError: no"), "failed"),
     ],
 )
-def test_a_row_is_judged_by_its_value_by_what_was_watched_and_by_its_trap(found, verdict):
+def test_row_is_judged_by_value_watched_states_and_trap(found, verdict):
     row = judge(BY_NAME["SDPA"], "ltm", found)
     assert row.verdict == verdict
     json.dumps(vars(row), allow_nan=False)
 
 
-def test_an_answer_where_a_refusal_was_due_fails():
+def test_answer_in_place_of_a_refusal_fails():
     assert judge(BY_NAME["static cache"], "ltm", Found(0.0)).verdict == "failed"
     with pytest.raises(ValueError, match="another"), refusal(ValueError, "these words"):
         raise ValueError("another")
 
 
-def test_the_script_writes_its_rows_and_says_by_its_status_whether_all_hold(tmp_path, monkeypatch, capsys):
+def test_script_writes_its_rows_and_its_status_says_if_all_hold(tmp_path, monkeypatch, capsys):
     out = tmp_path / "rows.json"
     monkeypatch.setattr("sys.argv", ["host_recipes.py", "--only", "more slots", "--json", str(out)])
     assert host_recipes.main() == 0

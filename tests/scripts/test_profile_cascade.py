@@ -1,6 +1,4 @@
-"""The profile at a small size: its figures follow from each other, its gate refuses unequal work, bad options
-exit 2.
-"""
+"""The cascade profile at a small size: consistent figures, a gate against unequal work, and option errors."""
 
 from __future__ import annotations
 
@@ -40,7 +38,7 @@ def script():
     return module
 
 
-def test_last_line_and_file_hold_the_same_object_and_the_tables_are_plain_text(ran):
+def test_printed_and_saved_results_are_equal_and_tables_plain_text(ran):
     assert json.loads(ran.out.read_text(encoding="utf-8")) == ran.result
     assert [file.name for file in ran.out.parent.iterdir()] == ["result.json"]
     assert "\x1b" not in ran.stdout
@@ -73,7 +71,7 @@ def test_both_managers_end_with_the_same_probes(ran):
 
 
 @pytest.mark.parametrize("name", ["no_pruning", "top_30"])
-def test_a_tokens_row_follows_from_the_one_before(ran, name):
+def test_each_tokens_counts_follow_from_the_previous_row(ran, name):
     rows = ran.result[f"per_token_{name}"]
     loaded, unloaded = ran.result["probes_per_level"][0], 0
     for row in rows:
@@ -139,7 +137,7 @@ def test_gate_refuses_another_pruning(script, tmp_path):
         script.check_agreement(pair, quiet_bar())
 
 
-def test_gate_says_where_rounding_decided(script):
+def test_gate_reports_differences_decided_by_rounding(script):
     with pytest.raises(script.Disagreement, match=r"only the twin kept \['random-00004'\].*use another --seed"):
         script._same("top_30, token 2", "kept", {1, 4}, {1, 5}, margin=2e-7)
 

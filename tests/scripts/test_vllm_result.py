@@ -1,4 +1,4 @@
-"""What is claimed of vLLM is what the parts of its result file say."""
+"""The claims about vLLM follow from the parts of their result file."""
 
 import json
 
@@ -10,7 +10,7 @@ from vllm_check import COMPARED, holds
 RESULT = ROOT / "docs/benchmarks/vllm.json"
 
 
-def test_every_claim_holds_and_is_what_its_parts_say():
+def test_every_claim_holds_and_follows_from_its_parts():
     found = json.loads(RESULT.read_text(encoding="utf-8"))
     assert found["claims"] and all(holds(claim) for claim in found["claims"].values())
     assert found["claims"]["tokens_missing"]["value"] == sum(
@@ -22,5 +22,5 @@ def test_every_claim_holds_and_is_what_its_parts_say():
     ("value", "bar", "is_held"),
     [(0, "0", True), (1, "0", False), (1e-5, "<= 1e-4", True), (2e-4, "<= 1e-4", False), (0.98, ">= 0.99", False)],
 )
-def test_a_bar_is_held_or_not(value, bar, is_held):
+def test_claim_holds_if_its_value_meets_its_bar(value, bar, is_held):
     assert holds({"value": value, "bar": bar}) == is_held

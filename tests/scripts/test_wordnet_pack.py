@@ -1,4 +1,4 @@
-"""The pack builder on toy files: parsing, points, training, calibration, measuring. No WordNet, no host model."""
+"""The WordNet pack builder on toy files: parsing, points, training, calibration and measurement."""
 
 from __future__ import annotations
 
@@ -94,18 +94,18 @@ def wordnet(folder):
 # -- WordNet's files ------------------------------------------------------------------------------
 
 
-def test_chain_follows_hypernyms_and_classes_of_instances_to_the_root(wordnet):
+def test_hypernym_chain_reaches_the_root_also_from_instances(wordnet):
     ids = [wordnet.ids[synset.key] for synset in wordnet.chain(wordnet.by_id["Rex.n.01".lower()])]
     assert ids == ["rex.n.01", "dog.n.01", "animal.n.01", "entity.n.01"]
 
 
-def test_gloss_is_parted_into_definition_and_examples(wordnet):
+def test_gloss_is_split_into_definition_and_examples(wordnet):
     dog = wordnet.by_id["dog.n.01"]
     assert dog.definition == "an animal that barks"
     assert dog.examples == ("two dogs barked at a wolf", "she fed the dog")
 
 
-def test_ids_tell_senses_of_one_lemma_apart_and_are_unique(wordnet):
+def test_ids_distinguish_senses_of_one_lemma_and_are_unique(wordnet):
     assert wordnet.by_id["plant.n.01"].key == "n00000005"
     assert wordnet.by_id["plant.n.02"].key == "n00000007"
     assert len(set(wordnet.ids.values())) == len(wordnet.synsets) == len(NOUNS) + len(VERBS)
@@ -117,14 +117,14 @@ def test_incomplete_dict_folder_is_an_error_that_names_the_file(tmp_path):
         wn.WordNet.read(tmp_path)
 
 
-def test_without_npm_debian_or_an_argument_the_error_says_what_to_install(tmp_path, monkeypatch):
+def test_missing_wordnet_error_says_what_to_install(tmp_path, monkeypatch):
     monkeypatch.setattr(wn.shutil, "which", lambda name: None)
     monkeypatch.setattr(wn, "DEBIAN_DICT", tmp_path / "none")
     with pytest.raises(wn.WordNetMissing, match="wordnet-base"):
         wn.find_wordnet(None, tmp_path)
 
 
-def test_given_folder_is_taken_before_any_other_and_may_be_the_package_root(folder, tmp_path, monkeypatch):
+def test_given_folder_takes_precedence_and_may_be_the_package_root(folder, tmp_path, monkeypatch):
     monkeypatch.setattr(wn, "DEBIAN_DICT", folder)
     (tmp_path / "package").mkdir()
     (tmp_path / "package" / "dict").symlink_to(folder)
@@ -151,7 +151,7 @@ def test_noun_form_leads_to_its_singular(form, base):
     assert base in noun_bases(form)
 
 
-def test_double_s_is_no_plural():
+def test_double_s_is_not_a_plural():
     assert noun_bases("glass") == ("glass",)
 
 
@@ -162,7 +162,7 @@ def test_verb_form_leads_to_its_infinitive(form, base):
     assert base in verb_bases(form)
 
 
-def test_possessive_is_left_off_the_word():
+def test_possessive_suffix_is_removed():
     words = words_of("A dog's life.")
     assert [(word.text, word.start, word.end) for word in words] == [("A", 0, 1), ("dog", 2, 5), ("life", 8, 12)]
 
@@ -172,7 +172,7 @@ def test_sense_mass_follows_tagged_counts(wordnet):
     assert mass == pytest.approx({"n00000005": 6.25 / 8.5, "n00000007": 2.25 / 8.5})
 
 
-def test_word_without_tagged_uses_means_what_it_is_told_to(wordnet):
+def test_word_without_tagged_uses_takes_the_configured_sense(wordnet):
     told = wordnet.with_meant({"plant": "plant.n.02"}, 100)
     assert sense_mass(told.senses["plant"], capitalised=False, lower=True)["n00000007"] > 0.9
     assert sense_mass(wordnet.senses["plant"], capitalised=False, lower=True)["n00000007"] < 0.3
@@ -193,7 +193,7 @@ def test_longest_lemma_wins(wordnet):
     assert spans[1].mass == {"n00000004": 1.0}
 
 
-def test_example_point_stands_at_the_end_of_the_synsets_own_lemma(wordnet):
+def test_example_point_is_at_the_end_of_the_synsets_own_lemma(wordnet):
     texts, points = collect(wordnet, generated=[], seed=0, limits=Limits(background=0))
     own = {(texts[p.text][: p.end], *p.mass) for p in points if p.source == "example" and "n00000003" in p.mass}
     assert own == {("two dogs", "n00000003"), ("she fed the dog", "n00000003")}
@@ -205,7 +205,7 @@ def test_verb_in_its_own_example_means_no_concept(wordnet):
     assert (texts[verb.text][: verb.end], verb.mass) == ("the puppy barked", {})
 
 
-def test_ambiguous_word_is_no_labelled_point_outside_its_own_examples(wordnet):
+def test_ambiguous_word_is_labelled_only_in_its_own_examples(wordnet):
     texts, points = collect(wordnet, generated=[], seed=0, limits=Limits(background=0))
     found = {texts[p.text] for p in points if p.lemma == "plant"}
     assert found == {"the plant needs water", "the plant made cars"}
@@ -244,7 +244,7 @@ def test_points_per_head_word_are_capped(wordnet):
     assert heads.count("dog") == 2
 
 
-def test_chat_markup_and_role_names_mean_nothing(wordnet):
+def test_chat_markup_and_role_names_have_no_meaning(wordnet):
     text = "<|im_start|>user\nThe dog<|im_end|>"
     texts, points = collect(wordnet, generated=[text], seed=0, limits=Limits(background=0))
     here = [point for point in points if point.source == "generated"]
@@ -290,7 +290,7 @@ def toy_uses():
     return [Use(f"head{i}", {key: 1.0}, n_mentions=1, n_running=1) for i, key in enumerate(meant)]
 
 
-def test_concepts_come_parents_first_without_the_ones_that_are_too_broad(wordnet):
+def test_concepts_are_ordered_parents_first_without_too_broad_ones(wordnet):
     concepts = choose(wordnet, toy_uses(), LOOSE)
     assert [(c.id, c.parent, c.level, c.n_train) for c in concepts] == [
         ("animal.n.01", None, 0, 24),
@@ -300,7 +300,7 @@ def test_concepts_come_parents_first_without_the_ones_that_are_too_broad(wordnet
     assert parents_of(concepts).tolist() == [-1, -1, 0]
 
 
-def test_synset_that_is_nearly_all_one_child_gives_way_to_it(wordnet):
+def test_synset_that_is_nearly_all_one_child_is_replaced_by_it(wordnet):
     choice = replace(LOOSE, max_child_share=0.6)
     assert [c.id for c in choose(wordnet, toy_uses(), choice)] == ["dog.n.01", "plant.n.01"]
 
@@ -311,12 +311,12 @@ def test_few_head_words_or_no_running_text_make_no_concept(wordnet):
     assert choose(wordnet, [replace(use, n_running=0) for use in toy_uses()], LOOSE) == []
 
 
-def test_word_that_is_mostly_no_noun_speaks_for_no_concept(wordnet):
+def test_word_that_is_mostly_not_a_noun_supports_no_concept(wordnet):
     uses = [replace(use, mass={key: 0.4 for key in use.mass}) for use in toy_uses()]
     assert choose(wordnet, uses, LOOSE) == []
 
 
-def test_concept_that_nobody_speaks_of_is_left_out(wordnet):
+def test_concept_that_is_never_named_is_left_out(wordnet):
     # Guide dogs are dogs, but nobody says "dog" itself.
     uses = [Use(f"h{i}", {"n00000004": 1.0}, 1, 1) for i in range(6)] + [Use("wolf", {"n00000002": 1.0}, 1, 4)] * 2
     uses.append(Use("fern", {"n00000008": 1.0}, 9, 0))
@@ -331,7 +331,7 @@ def test_concept_that_nobody_speaks_of_is_left_out(wordnet):
     assert "dog.n.01" in [c.id for c in choose(wordnet, said, strict)]
 
 
-def test_everyday_word_trains_and_becomes_a_concept_with_fewer_uses(wordnet):
+def test_everyday_word_is_in_training_and_needs_fewer_uses(wordnet):
     assert split_of("dog") == "train" and commonest_sense(wordnet, "dog") == "n00000003"
     assert commonest_sense(wordnet, "plant") == "n00000005" and commonest_sense(wordnet, "bark") is None
     uses = [Use(f"h{i}", {"n00000003": 1.0}, 1, 1) for i in range(3)] + [Use("b", {"n00000005": 1.0}, 9, 9)] * 3
@@ -340,7 +340,7 @@ def test_everyday_word_trains_and_becomes_a_concept_with_fewer_uses(wordnet):
     assert [c.id for c in choose(wordnet, uses, replace(strict, everyday=frozenset(["dog"])))] == ["dog.n.01"]
 
 
-def test_names_are_the_words_people_use_and_no_two_are_alike(wordnet):
+def test_concept_names_are_common_words_and_unique(wordnet):
     assert name_of(wordnet, "n00000007") == "works"  # tagged three times; the plant is the first of its lemmas, once
     uses = [Use(f"h{i}", {key: 1.0}, 1, 1) for i, key in enumerate(["n00000006", "n00000008"] * 4)]
     concepts = choose(wordnet, uses, replace(LOOSE, min_uses=2))
@@ -354,14 +354,14 @@ def test_names_are_the_words_people_use_and_no_two_are_alike(wordnet):
 
 
 @pytest.mark.parametrize("pack", ["wordnet-smollm2-135m", "wordnet-smollm2-135m-mlp"])
-def test_no_concept_of_a_shipped_pack_is_told_apart_by_a_synsets_number(pack):
+def test_shipped_concept_names_need_no_synset_number(pack):
     concepts = ProbePack.open(f"probes/{pack}").concepts
     assert [c["name"] for c in concepts if re.search(r"\.n\.\d", c["name"])] == []
     assert {c["name"] for c in concepts if c["id"] in choosing.PLAIN_NAMES} <= set(choosing.PLAIN_NAMES.values())
     assert len({c["name"] for c in concepts}) == len(concepts)
 
 
-def test_word_is_listed_at_the_lowest_concept_over_what_it_most_often_means(wordnet, monkeypatch):
+def test_word_is_listed_at_the_lowest_concept_over_its_main_sense(wordnet, monkeypatch):
     concepts = choose(wordnet, toy_uses(), LOOSE)
     assert [concept.id for concept in concepts] == ["animal.n.01", "plant.n.01", "dog.n.01"]
     # Lemmas of the concepts themselves ("beast"), a verb, and what lies under none ("works") are listed nowhere.
@@ -413,7 +413,7 @@ def test_auroc_without_a_positive_is_nan():
 
 
 @pytest.mark.parametrize(("n", "rate"), [(1, 0.01), (99, 0.01), (101, 0.01), (1000, 0.05), (7, 0.5)])
-def test_threshold_gives_at_most_the_stated_rate_and_no_lower_one_would(n, rate):
+def test_threshold_is_the_lowest_within_the_stated_rate(n, rate):
     scores = torch.rand(n, 1, generator=generator(n))
     everything = torch.ones(n, 1, dtype=torch.bool)
     threshold = thresholds_at(scores, everything, rate)
@@ -502,7 +502,7 @@ FAST = Recipe(epochs=3, batch=64, rate=1e-2)
 
 
 @pytest.mark.parametrize("shape", [(), (4, 3)])
-def test_training_is_the_same_twice_and_for_a_branch_alone(shape):
+def test_training_is_deterministic_and_independent_of_other_branches(shape):
     x, labels, parents = problem()
     seeds = [11, 12, 13, 14, 15, 16]
     bank = fit(x, labels, parents, seeds, FAST, shape=shape, progress=False)
@@ -517,7 +517,7 @@ def test_training_is_the_same_twice_and_for_a_branch_alone(shape):
         torch.testing.assert_close(value, bank[name][branch], rtol=1e-4, atol=1e-6)
 
 
-def test_training_separates_what_is_separable_and_its_scores_are_probabilities():
+def test_training_separates_separable_classes_with_probability_scores():
     x, labels, parents = problem(n=4000)
     weights = fit(x[500:], labels[500:], parents, list(range(6)), Recipe(rate=2e-2, batch=64), progress=False)
     scores = path_scores(logits_of(x[:500], weights), parents)
@@ -528,7 +528,7 @@ def test_training_separates_what_is_separable_and_its_scores_are_probabilities()
         assert float(scores[:500][known, probe].double().mean()) == pytest.approx(float(share), abs=0.06)
 
 
-def test_token_that_counts_more_moves_the_probe_as_if_it_stood_there_more_often():
+def test_token_weight_equals_repetition():
     x, labels, parents = problem(2, n=60)
     twice = torch.cat([x, x[:20]]), torch.cat([labels, labels[:20]])
     weight = torch.ones(60)
@@ -550,7 +550,7 @@ def test_loss_is_the_cross_entropy_of_the_path_score(seed):
     torch.testing.assert_close(found.double(), wanted, rtol=1e-4, atol=1e-5)
 
 
-def test_unknown_labels_weigh_nothing_and_a_certain_score_has_a_finite_loss():
+def test_unknown_labels_have_no_weight_and_losses_stay_finite():
     _, labels, parents = problem(6)
     roots = parents < 0
     logits = torch.randn(len(labels), 6, generator=generator(1), requires_grad=True)
@@ -560,7 +560,7 @@ def test_unknown_labels_weigh_nothing_and_a_certain_score_has_a_finite_loss():
     assert torch.isfinite(sure).all()
 
 
-def test_scores_begin_as_the_share_of_their_concept():
+def test_initial_scores_equal_the_share_of_each_concept():
     _, labels, parents = problem(7, n=4000)
     labels = labels.clamp(min=0)
     biases = starting_biases(labels, torch.ones(len(labels)), parents)
@@ -623,7 +623,7 @@ def test_rounding_weights_to_bf16_moves_no_output_at_the_mean_state():
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_lowest_threshold_is_the_lowest_over_which_enough_is_right(seed):
+def test_lowest_threshold_is_the_lowest_with_the_required_precision(seed):
     g = generator(seed)
     score = (torch.randint(1, 12, (60,), generator=g) / 12).float()
     right = torch.rand(60, generator=g) < score
@@ -637,13 +637,13 @@ def test_lowest_threshold_is_the_lowest_over_which_enough_is_right(seed):
     assert lowest(score, right, 0.75) == pytest.approx(min(good, default=1.0))
 
 
-def test_no_threshold_is_low_enough_where_nothing_is_right():
+def test_threshold_is_1_if_nothing_is_right():
     score = torch.tensor([0.9, 0.5])
     assert lowest(score, torch.zeros(2, dtype=torch.bool), 0.9) == 1.0
     assert lowest(score[:0], score[:0] > 1, 0.9) == 1.0
 
 
-def test_concept_that_is_less_right_than_its_level_has_a_higher_threshold_of_its_own():
+def test_less_precise_concept_gets_a_higher_threshold_than_its_level():
     g = generator(3)
     n = 4000
     scores = torch.rand(n, 3, generator=g)
@@ -660,7 +660,7 @@ def test_concept_that_is_less_right_than_its_level_has_a_higher_threshold_of_its
         assert float((word[over] == 0).double().mean()) >= 0.9
 
 
-def test_levels_are_judged_apart_on_all_tokens_and_deep_ones_together():
+def test_shallow_levels_are_judged_separately_and_deep_ones_together():
     g = generator(5)
     n = 2000
     scores, word = (
@@ -694,7 +694,7 @@ def test_levels_are_judged_apart_on_all_tokens_and_deep_ones_together():
     assert own.tolist() == [True, True, True, True, False]
 
 
-def test_sentence_fires_where_its_best_token_does_and_is_right_where_any_word_is():
+def test_sentence_fires_by_its_best_token_and_is_right_by_any_word():
     scores = torch.tensor([[0.2, 0.9], [0.7, 0.1], [0.6, 0.01], [0.3, 0.02]])
     any_sense = torch.tensor([[True, False], [False, False]])
     word, sentence = torch.tensor([0, -1, -1, -1]), torch.tensor([4, 4, 7, 7])
@@ -706,7 +706,7 @@ def test_sentence_fires_where_its_best_token_does_and_is_right_where_any_word_is
     assert found == {(0, 0.7, True), (1, 0.9, False), (0, 0.6, False)}
 
 
-def test_precision_is_a_concepts_own_or_its_levels():
+def test_precision_is_the_concepts_own_or_its_levels():
     fires = Fires(
         torch.tensor([0, 0, 0, 1]),
         torch.tensor([0.9, 0.8, 0.1, 0.9]),
@@ -716,7 +716,7 @@ def test_precision_is_a_concepts_own_or_its_levels():
     assert found[:2].tolist() == pytest.approx([0.5, 2 / 3]) and found[2].isnan()
 
 
-def test_sibling_auroc_looks_at_the_family_alone():
+def test_sibling_auroc_compares_only_within_the_family():
     parents = torch.tensor([-1, 0, 0, -1])
     labels = torch.zeros(12, 4, dtype=torch.int8)
     labels[:8, 0] = 1
@@ -751,7 +751,7 @@ class PairTokenizer:
         return [(1, (0, 3)), *((2 + sum(map(ord, text[a:b])) % 90, (a, b)) for a, b in pieces)]
 
 
-def test_point_reads_the_token_of_its_last_character_and_zero_reads_the_beginning():
+def test_point_reads_the_token_of_its_last_character_or_the_first_token():
     texts = ["abcde", "<s>xyz"]
     points = [Point(t, end, "example", "train", "", "", {}) for t, end in ((0, 3), (0, 4), (0, 5), (1, 6), (1, 0))]
     tokens = read_tokens(PairTokenizer(), texts, points)
@@ -776,7 +776,7 @@ def tiny_host():
     return LlamaForCausalLM(config).eval()
 
 
-def test_extracted_states_are_those_of_each_text_run_alone(tmp_path):
+def test_extracted_states_equal_each_text_run_alone(tmp_path):
     model = tiny_host()
     texts = ["abcdefgh", "b", "hello there", "abc"]
     points = [Point(t, end, "example", "train", "", "", {}) for t, text in enumerate(texts) for end in (0, len(text))]
@@ -789,7 +789,7 @@ def test_extracted_states_are_those_of_each_text_run_alone(tmp_path):
             torch.testing.assert_close(states[layer][row], out.hidden_states[layer + 1][0, at], rtol=1e-5, atol=1e-5)
 
 
-def test_extraction_leaves_the_host_as_it_was_and_reads_the_cache_next_time(tmp_path):
+def test_extraction_restores_the_model_and_is_cached(tmp_path):
     model = tiny_host()
     points = [Point(0, 2, "example", "train", "", "", {})]
     tokens = read_tokens(PairTokenizer(), ["ab"], points)
@@ -805,7 +805,7 @@ def test_extraction_leaves_the_host_as_it_was_and_reads_the_cache_next_time(tmp_
 # -- running text ---------------------------------------------------------------------------------
 
 
-def test_parts_of_a_text_hold_all_of_it_but_scraps_and_none_is_too_long(monkeypatch):
+def test_text_parts_cover_all_but_scraps_within_the_length_limit(monkeypatch):
     text = "\n".join(f"Sentence number {i} of a long text. It goes on." * (i % 40 + 1) for i in range(60))
     parts = list(parts_of(text))
     assert all(SHORTEST < len(part) <= LONGEST for part in parts)
@@ -816,7 +816,7 @@ def test_parts_of_a_text_hold_all_of_it_but_scraps_and_none_is_too_long(monkeypa
     assert "".join(text.split()) == "".join("".join(parts).split())
 
 
-def test_text_is_of_one_split_as_a_whole_and_room_is_kept():
+def test_text_stays_in_one_split_and_domain_sizes_are_met():
     texts = [Text(f"t{i}", "", f"words of text {i} " * 30) for i in range(300)]
     domain = Domain("d", lambda: texts, train=20_000, validation=5_000, test=5_000)
     passages = list(_of_domain(domain))
@@ -834,7 +834,7 @@ def test_text_is_of_one_split_as_a_whole_and_room_is_kept():
     assert chats and all(p.split != "test" for p in chats)
 
 
-def test_domain_that_trains_nothing_is_all_test():
+def test_domain_without_training_size_is_all_test():
     texts = [Text(f"t{i}", "", "some words that stand here " * 4) for i in range(40)]
     assert {p.split for p in _of_domain(Domain("d", lambda: texts, test=10**6))} == {"test"}
 
@@ -848,7 +848,7 @@ class OneRowTokenizer(PairTokenizer):
         return {"input_ids": [token for token, _ in row], "offset_mapping": [span for _, span in row]}
 
 
-def test_every_token_of_running_text_knows_its_word(wordnet, tmp_path):
+def test_every_token_of_running_text_has_its_word(wordnet, tmp_path):
     passages = [Passage("news", "train", "the guide dogs ran"), Passage("news", "test", "a plant")]
     running = Running.read(tiny_host(), OneRowTokenizer(), wordnet, passages, layer=1, fingerprint="x", folder=tmp_path)
     # <s> th e_ gu id e_ do gs _r an | <s> a_ pl an t
@@ -861,7 +861,7 @@ def test_every_token_of_running_text_knows_its_word(wordnet, tmp_path):
     assert torch.equal(running.where(split="test"), running.passage == 1)
 
 
-def test_labels_by_distance_ask_for_most_of_the_noun_senses(wordnet):
+def test_distance_labels_follow_most_of_the_noun_senses(wordnet):
     words = [
         Word("dog", {"n00000003": 1.0}),
         Word("plant", {"n00000005": 6.25 / 8.5, "n00000007": 2.25 / 8.5}),
@@ -877,7 +877,7 @@ def test_labels_by_distance_ask_for_most_of_the_noun_senses(wordnet):
     ]
 
 
-def test_word_not_yet_read_to_its_end_is_unknown_to_what_it_may_become(wordnet):
+def test_unfinished_word_is_unknown_for_its_possible_concepts(wordnet):
     running = toy_running(wordnet, 30)
     truth = labels_by_distance(wordnet, running.words, ["n00000003"])
     rows = torch.arange(len(running.word))
@@ -887,7 +887,7 @@ def test_word_not_yet_read_to_its_end_is_unknown_to_what_it_may_become(wordnet):
     assert (before == 1).any() and (before == 0).any()
 
 
-def test_uses_are_the_whole_words_of_training_texts_also_those_of_the_test_split(wordnet):
+def test_uses_are_whole_words_of_training_texts_from_every_split(wordnet):
     running = toy_running(wordnet, 200)
     counted = {use.head: use.n_running for use in building.all_uses(running)}
     trains = [running.passages[passage].split == "train" for passage in running.passage.tolist()]
@@ -896,7 +896,7 @@ def test_uses_are_the_whole_words_of_training_texts_also_those_of_the_test_split
     assert counted == expected and {split_of(head) for head in counted} == {"train", "validation", "test"}
 
 
-def test_what_fires_is_counted_by_kind_of_token():
+def test_firing_is_counted_by_kind_of_token():
     strength = torch.tensor([[1.0, -1.0], [1.0, 1.0], [0.5, -2.0], [2.0, 2.0]])
     any_sense = torch.tensor([[True, False], [True, False], [False, False], [True, True]])
     strict = torch.tensor([[1, 0], [-1, 0], [0, 0], [1, 1]], dtype=torch.int8)
@@ -913,7 +913,7 @@ def test_what_fires_is_counted_by_kind_of_token():
     assert seen.by_level(torch.tensor([0, 1]))["1"] == {"fires_per_held_out_noun": 1.0, "right": 0.5}
 
 
-def test_strength_is_the_distance_of_log_odds():
+def test_strength_is_the_difference_of_log_odds():
     scores, thresholds = torch.tensor([[0.9, 0.5]]), torch.tensor([0.5, 0.9])
     torch.testing.assert_close(strengths(scores, thresholds), torch.tensor([[1.0, -1.0]]).double() * math.log(9))
 
@@ -1006,7 +1006,7 @@ def test_written_pack_separates_the_toy_concepts_on_held_out_words(built):
     assert controls["shuffled_labels"]["auroc_median"] < 0.9  # three concepts in few dimensions: chance varies widely
 
 
-def test_common_word_counts_with_the_root_of_its_uses(wordnet):
+def test_common_word_is_weighted_by_the_root_of_its_count(wordnet):
     running = toy_running(wordnet, 400)
     often = replace(running, word=torch.where(running.word >= 0, torch.zeros_like(running.word), running.word))
     rows = torch.arange(400)
@@ -1016,7 +1016,7 @@ def test_common_word_counts_with_the_root_of_its_uses(wordnet):
     assert (weight[~often.is_last] == 1).all() and (building.weight_of_words(running, rows) == 1).all()
 
 
-def test_both_sets_of_alert_thresholds_hold_on_the_texts_they_were_set_on(built):
+def test_both_alert_sets_hold_on_their_calibration_texts(built):
     data, (pack, _) = built
     assert pack.alert_sets == ("precision_0.9", "rate_0.01")
     rows = data.running.where(split="validation").nonzero().flatten()
@@ -1038,7 +1038,7 @@ def pack_scores(pack, hidden):
     return path_scores(logits_of(rmsnorm(hidden), weights), parents)
 
 
-def test_scores_that_are_measured_are_those_that_the_library_gives(built):
+def test_measured_scores_equal_those_of_the_library(built):
     _, (pack, _) = built
     ours = pack_scores(pack, pack.golden_hidden[:, 0])
     torch.testing.assert_close(ours, pack.golden_scores, rtol=0, atol=1e-5)
@@ -1053,7 +1053,7 @@ def test_stated_quality_is_measured_again_from_the_files(built):
     assert measured["firing_recall_exact"] == 1.0
 
 
-def test_spoilt_weights_are_seen_in_the_measured_quality(built):
+def test_damaged_weights_lower_the_measured_quality(built):
     data, (pack, _) = built
     spoilt = ProbePack.open(pack.directory)
     spoilt._weights = {**spoilt.weights, "w1": -spoilt.weights["w1"]}
@@ -1062,7 +1062,7 @@ def test_spoilt_weights_are_seen_in_the_measured_quality(built):
     assert any(line.startswith("auroc_median: stated") for line in found)
 
 
-def test_concept_that_stays_poor_on_validation_is_dropped_and_its_children_move_up(wordnet, monkeypatch):
+def test_poor_concept_is_dropped_and_its_children_move_up(wordnet, monkeypatch):
     data = toy_dataset(wordnet)
     real = building.Bank.validation_auroc
     seen = []
@@ -1098,7 +1098,7 @@ def test_shapes_are_read_as_hidden_layers(script):
 
 
 @pytest.mark.parametrize("text", ["32", "32-1", "wide", "32-16-2", ""])
-def test_shape_that_no_pack_can_hold_is_refused(script, text):
+def test_unsupported_shape_is_refused(script, text):
     with pytest.raises(argparse.ArgumentTypeError, match="expected linear"):
         script.shape_of(text)
 
@@ -1139,7 +1139,7 @@ def test_shipped_pack_is_whole_and_states_quality_over_the_bars(name):
 
 
 @pytest.mark.parametrize("name", SHIPPED)
-def test_published_figures_are_those_of_the_shipped_manifest(name):
+def test_published_figures_equal_the_shipped_manifest(name):
     """Where they were measured on another machine a few are others, and the file says which."""
     entry = json.loads((ROOT / "docs" / "benchmarks" / "wordnet_pack.json").read_text())["packs"][name]
     found = differences(ProbePack.open(ROOT / "probes" / name).manifest["quality"], entry["quality"])

@@ -6,7 +6,7 @@ import torch
 
 from conftest import PAD, make_model, make_pack
 from probemon.host.fingerprint import fingerprint
-from probemon.host.identity import stated_host
+from probemon.host.identity import manifest_host
 
 PROMPT = torch.tensor([[1, 5, 9, 13, 7]])
 GREEDY = {"max_new_tokens": 14, "do_sample": False, "pad_token_id": PAD, "eos_token_id": None}
@@ -16,7 +16,7 @@ def with_pack(folder):
     """The folder, with the pack of the deployment in it."""
     make_pack(
         folder / "pack", make_model(), alert_set="usual", alert_sets={"rate_0.01": torch.full((40,), 0.25)},
-        host=stated_host(make_model(), "tiny"),
+        host=manifest_host(make_model(), "tiny"),
     )  # fmt: skip
     return folder
 

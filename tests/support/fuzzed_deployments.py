@@ -31,7 +31,7 @@ ODD = (
     "null", "[]", "{}", "-1", "0", "3", "0.5", "1e400", "'*'", "yes", "~", "[[", "- a", '"\\ud800"', "c9", "[c3]",
     "stop", "!!python/object:os.system", "\0", "{ms: 1}", "9" * 400, "[c1, c1]", "''", "2026-01-01", "0x10", "1_000",
 )  # fmt: skip
-ERROR = re.compile(r"odd\.yaml(, line \d+| is no YAML| has)")
+ERROR = re.compile(r"odd\.yaml(, line \d+| is not YAML| has)")
 
 
 def at_random(folder, text, n, seed=0):

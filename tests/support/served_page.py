@@ -20,7 +20,7 @@ HOSTILE = [
     "__proto__", "constructor", "javascript:window.hit=1", "\u2028\u2029\ufeff",
 ]  # fmt: skip
 READY = "document.documentElement?.dataset.ready === 'true'"
-ENDED = "/complete|cut off|stopped|cancelled/.test(document.getElementById('answer-state').textContent)"
+ENDED = "/complete|token limit|stopped|cancelled/.test(document.getElementById('answer-state').textContent)"
 TEXT = """[...document.querySelectorAll('#answer .tok:not(.own)')].map((n) => {
   const before = n.parentElement.firstChild;  // the space before a word stands before its mark
   return before === n ? n.textContent : before.textContent + n.textContent;

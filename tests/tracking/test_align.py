@@ -1,4 +1,4 @@
-"""Columns and rows by hand-worked cases."""
+"""Tokens are placed in sequences and positions as hand-worked cases say."""
 
 import numpy as np
 import pytest
@@ -22,7 +22,7 @@ def sampled(call, *done):
     call.ended(list(done))
 
 
-def test_row_that_ended_is_not_fed_on():
+def test_tokens_after_the_end_of_a_sequence_are_dropped():
     call = SequenceColumns(1)
     call.place(DecoderForward(0, np.array([[7], [8]]), None))
     sampled(call, True, False)  # row 0's first token is its last: it is still a token
@@ -32,14 +32,14 @@ def test_row_that_ended_is_not_fed_on():
     assert call.last_column.tolist() == [1, 2]
 
 
-def test_column_whose_row_ends_are_unknown_is_refused():
+def test_position_with_unknown_sequence_ends_is_refused():
     call = SequenceColumns(2)
     call.place(DecoderForward(0, np.array([[2, 5]]), None))
     with pytest.raises(AlignmentError, match="before the stopping criteria saw it"):
         call.place(DecoderForward(2, np.array([[6]]), None))
 
 
-def test_without_a_cache_only_the_new_column_counts():
+def test_uncached_forward_counts_only_the_new_position():
     call = SequenceColumns(2)
     call.place(DecoderForward(0, np.array([[3, 4]]), None))
     sampled(call, False)
@@ -47,7 +47,7 @@ def test_without_a_cache_only_the_new_column_counts():
     assert listed(placed) == [(GENERATED, [(0, 2, 5)])] and placed[0].offsets.tolist() == [2]
 
 
-def test_chunks_and_a_second_turn_go_on_where_the_cache_ends():
+def test_chunks_and_a_second_turn_continue_after_the_cache():
     call = SequenceColumns(9)
     assert listed(call.place(DecoderForward(5, np.array([[1, 2]]), None))) == [(PROMPT, [(0, 5, 1), (0, 6, 2)])]
     assert listed(call.place(DecoderForward(7, np.array([[3, 4]]), None))) == [(PROMPT, [(0, 7, 3), (0, 8, 4)])]
@@ -65,7 +65,7 @@ def test_chunks_and_a_second_turn_go_on_where_the_cache_ends():
         DecoderForward(3, np.array([[1]]), np.ones((1, 2), dtype=int)),  # a mask too short
     ],
 )
-def test_what_is_not_understood_is_refused(second):
+def test_inconsistent_forwards_are_refused(second):
     call = SequenceColumns(3)
     call.place(DecoderForward(0, np.array([[1, 2, 3]]), None))
     sampled(call, False)

@@ -1,4 +1,4 @@
-"""Promise 2: in every supported mode each score is on the right token of the right row, by one full forward a row."""
+"""Promise 2: in every supported mode each score belongs to the right token, compared with one full forward."""
 
 import copy
 import threading
@@ -25,7 +25,7 @@ from transformers import (
 from conftest import EOS, OLDEST, PAD, make_model, make_pack, n_hooks, not_in_oldest
 from oracle import check, expected
 from probemon import DynamicProbeManager
-from probemon.errors import AlignmentError, ConfigError, NotSupportedDecoding, NotSupportedHost
+from probemon.errors import AlignmentError, ConfigError, UnsupportedDecoding, UnsupportedModel
 from probemon.host.compiled import Buffers
 from probemon.tracking.recording import BEFORE, LAST
 
@@ -59,7 +59,7 @@ def watch(manager, model, **options):
     ],
     ids=str,
 )
-def test_one_row(manager, model, options):
+def test_single_sequence_is_exact(manager, model, options):
     torch.manual_seed(3)
     _, result, out = watch(manager, model, input_ids=PROMPT, max_new_tokens=9, **options, **NO_EOS)
     mine = check(manager, model, result, 0, out[0], 0, [(5, 8)])
@@ -77,7 +77,7 @@ def test_one_row(manager, model, options):
     ],
     ids=str,
 )
-def test_left_padded_batch(manager, model, options):
+def test_left_padded_batch_is_exact(manager, model, options):
     torch.manual_seed(4)
     options = {"do_sample": False, **options}
     _, result, out = watch(
@@ -88,7 +88,7 @@ def test_left_padded_batch(manager, model, options):
         assert result.coverage.unseen[mine[-1]] == LAST
 
 
-def test_rows_that_finish_early(manager, model):
+def test_sequences_that_finish_early_are_exact(manager, model):
     bare = model.generate(BATCH, attention_mask=BATCH_MASK, max_new_tokens=12, do_sample=False, **NO_EOS)
     # A token that row 0 makes early and row 1 later or never: it becomes the end of sequence.
     early = next(t for t in bare[0, 5:9].tolist() if t not in bare[1, 5:13].tolist())
@@ -111,7 +111,7 @@ def test_rows_that_finish_early(manager, model):
         assert len(mine) == 5 - first + n_generated[row]  # the end of sequence is a token, the padding after it is not
 
 
-def test_padding_that_looks_like_the_end_of_sequence(manager, model):
+def test_padding_with_the_end_token_is_not_a_token(manager, model):
     """A row stopped by a criterion of one's own is padded with the end of sequence: that padding is not its end."""
 
     class StopRowZero(StoppingCriteria):
@@ -134,7 +134,7 @@ def test_padding_that_looks_like_the_end_of_sequence(manager, model):
     check(manager, model, result, 1, out[1], 0, [(5, 7)])
 
 
-def test_row_that_a_criterion_ends_is_not_padded_without_an_end_of_sequence(manager, model):
+def test_sequence_ended_by_a_criterion_goes_on_if_there_is_no_end_token(manager, model):
     """generate goes on sampling for it, so what follows are tokens like the others."""
 
     class StopRowZero(StoppingCriteria):
@@ -155,7 +155,7 @@ def test_row_that_a_criterion_ends_is_not_padded_without_an_end_of_sequence(mana
         check(manager, model, result, row, out[row], first, [(5 - first, 5)])
 
 
-def test_turn_after_a_cropped_cache_takes_no_column_twice(manager, model):
+def test_turn_after_a_cropped_cache_takes_no_position_twice(manager, model):
     cache = DynamicCache()
     with manager.attach(model) as run:
         first = model.generate(PROMPT, max_new_tokens=6, do_sample=False, past_key_values=cache, **NO_EOS)
@@ -175,7 +175,7 @@ def test_turn_after_a_cropped_cache_takes_no_column_twice(manager, model):
 
 @pytest.mark.parametrize("step", [0, 4])
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
-def test_cache_of_a_forward_that_was_broken_off_is_refused(manager, model, error, step):
+def test_cache_of_an_interrupted_forward_is_refused(manager, model, error, step):
     """It has columns that only some layers have run."""
     greedy = {"do_sample": False, **NO_EOS}
     whole = model.generate(PROMPT, max_new_tokens=8, **greedy)
@@ -211,7 +211,7 @@ def test_cache_of_a_forward_that_was_broken_off_is_refused(manager, model, error
     check(manager, model, run.result(fresh), 0, fresh[0].tolist(), 0, [(5, 7)])
 
 
-def test_several_sequences_a_prompt(manager, model):
+def test_several_return_sequences_are_exact(manager, model):
     torch.manual_seed(5)
     _, result, out = watch(
         manager,
@@ -229,7 +229,7 @@ def test_several_sequences_a_prompt(manager, model):
 
 
 @pytest.mark.parametrize("whole", [True, not_in_oldest(False, why="wants all of the ids again")])
-def test_second_turn_on_the_same_cache(manager, model, whole):
+def test_second_turn_on_the_same_cache_is_exact(manager, model, whole):
     cache = DynamicCache()
     with manager.attach(model) as run:
         first = model.generate(PROMPT, max_new_tokens=4, do_sample=False, past_key_values=cache, **NO_EOS)
@@ -257,7 +257,7 @@ def test_second_turn_on_the_same_cache(manager, model, whole):
             assert result.scores.active(i).tolist() == scores.active(t).tolist()
 
 
-def test_cache_filled_before_attaching_is_unseen_not_guessed(manager, model):
+def test_cache_filled_before_attaching_is_unseen(manager, model):
     cache = DynamicCache()
     first = model.generate(PROMPT, max_new_tokens=4, do_sample=False, past_key_values=cache, **NO_EOS)
     _, result, out = watch(
@@ -282,7 +282,7 @@ def test_plain_forwards_are_documents(manager, model):
     check(manager, model, run.result(PROMPT), 0, PROMPT[0].tolist(), 0, [(5, 0)])
 
 
-def test_right_padded_document(manager, model):
+def test_right_padded_document_is_exact(manager, model):
     ids = torch.tensor([[1, 5, 9, PAD, PAD], [1, 44, 3, 17, 8]])
     with manager.attach(model) as run, torch.no_grad():
         model(input_ids=ids, attention_mask=(ids != PAD).long())
@@ -291,14 +291,14 @@ def test_right_padded_document(manager, model):
     check(manager, model, result, 1, ids[1].tolist(), 0, [(5, 0)])
 
 
-def test_results_of_several_generations_in_one_run(manager, model):
+def test_results_of_several_generations_are_separate(manager, model):
     with manager.attach(model) as run:
         outs = [model.generate(PROMPT + k, max_new_tokens=3 + k, do_sample=False, **NO_EOS) for k in range(3)]
     for k, out in enumerate(outs):
         check(manager, model, run.result(out.clone()), 0, out[0].tolist(), 0, [(5, 2 + k)])
 
 
-def test_output_that_is_not_ours_is_refused(manager, model):
+def test_unrelated_output_is_refused(manager, model):
     with manager.attach(model) as run:
         out = model.generate(PROMPT, max_new_tokens=4, do_sample=False, **NO_EOS)
     edited = out.clone()
@@ -328,46 +328,46 @@ REFUSED = {
     "guidance_scale": {"guidance_scale": 2.0},
     "token healing": {"token_healing": True},
     "synced_gpus": {"synced_gpus": True},
-    "inputs_embeds beside 5 input_ids": {"inputs_embeds": torch.zeros(1, 3, 16)},
+    "inputs_embeds next to 5 input_ids": {"inputs_embeds": torch.zeros(1, 3, 16)},
 }
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_other_decoding_modes_are_refused_by_name(pack, model, name):
+def test_unsupported_decoding_modes_are_refused_by_name(pack, model, name):
     options = {"input_ids": PROMPT, "max_new_tokens": 4, **NO_EOS, **REFUSED[name]}
     with DynamicProbeManager(pack).attach(model) as run:
-        with pytest.raises(NotSupportedDecoding, match=f"(?i){name}.*not supported"):
+        with pytest.raises(UnsupportedDecoding, match=f"(?i){name}.*not supported"):
             model.generate(**options)
         with pytest.raises(AlignmentError, match="nothing was watched"):
             run.result(PROMPT)
 
 
-def test_modes_hidden_in_a_configuration_are_refused_too(pack, model):
+def test_unsupported_modes_in_a_configuration_are_refused(pack, model):
     config = GenerationConfig(guidance_scale=3.0, max_new_tokens=4)
-    with DynamicProbeManager(pack).attach(model), pytest.raises(NotSupportedDecoding, match="guidance"):
+    with DynamicProbeManager(pack).attach(model), pytest.raises(UnsupportedDecoding, match="guidance"):
         model.generate(PROMPT, generation_config=config)
 
 
-def test_other_caches_and_plain_embeddings_are_refused(pack, model):
+def test_unsupported_caches_and_embedding_forwards_are_refused(pack, model):
     from transformers import EncoderDecoderCache
 
     with DynamicProbeManager(pack).attach(model):
-        with pytest.raises(NotSupportedDecoding, match="EncoderDecoderCache"):
+        with pytest.raises(UnsupportedDecoding, match="EncoderDecoderCache"):
             model.generate(
                 PROMPT, past_key_values=EncoderDecoderCache(DynamicCache(), DynamicCache()), max_new_tokens=2
             )
-        with pytest.raises(NotSupportedDecoding, match="inputs_embeds"):
+        with pytest.raises(UnsupportedDecoding, match="inputs_embeds"):
             model(inputs_embeds=torch.zeros(1, 3, 16))
 
 
-def test_generation_inside_a_generation_is_refused(pack, model):
+def test_generate_inside_generate_is_refused(pack, model):
     with DynamicProbeManager(pack).attach(model) as run:
         failures = []
 
         def nested(event):
             try:
                 model.generate(PROMPT, max_new_tokens=2)
-            except NotSupportedDecoding as error:
+            except UnsupportedDecoding as error:
                 failures.append(str(error))
 
         run.on("c0", above=0.0, action=nested)
@@ -407,7 +407,7 @@ class Processor(LogitsProcessor):
     [{}, {"prompt_lookup_num_tokens": 2}, {"assistant_early_exit": 2}],
     ids=["plain", "prompt lookup", "early exit"],
 )
-def test_no_generation_is_taken_for_a_draft_but_those_that_draft(pack, model, options, place):
+def test_nested_generation_is_not_mistaken_for_drafting(pack, model, options, place):
     """It would go unwatched without a word: a rule on everything would not fire in it."""
 
     def nested():
@@ -420,7 +420,7 @@ def test_no_generation_is_taken_for_a_draft_but_those_that_draft(pack, model, op
     )
     with (
         DynamicProbeManager(pack).attach(model),
-        pytest.raises(NotSupportedDecoding, match=r"generate\(\) inside generate\(\)"),
+        pytest.raises(UnsupportedDecoding, match=r"generate\(\) inside generate\(\)"),
     ):
         model.generate(PROMPT, max_new_tokens=6, do_sample=False, **given, **options, **NO_EOS)
 
@@ -446,7 +446,7 @@ SPECULATIVE = {
         for name in SPECULATIVE
     ],
 )
-def test_drafts_that_were_rejected_are_never_reported(manager, model, name, sampled):
+def test_rejected_drafts_are_never_reported(manager, model, name, sampled):
     options = {**NO_EOS, **SPECULATIVE[name], "do_sample": sampled, "max_new_tokens": 14, "min_new_tokens": 14}
     if options.get("assistant_model") == "itself":
         options["assistant_model"] = model
@@ -470,13 +470,13 @@ def test_drafts_that_were_rejected_are_never_reported(manager, model, name, samp
 
 
 @pytest.mark.skipif(OLDEST, reason="transformers 5.0 does this right")
-def test_host_that_runs_tokens_at_the_wrong_places_is_told_so(pack, model):
+def test_model_that_runs_tokens_at_wrong_positions_is_refused(pack, model):
     """transformers runs the whole sequence again, behind what the cache holds, when it drafts on a used cache."""
     cache = DynamicCache()
     options = {"do_sample": False, "past_key_values": cache, **NO_EOS}
     with DynamicProbeManager(pack).attach(model):
         first = model.generate(PROMPT, max_new_tokens=6, **options)
-        with pytest.raises(AlignmentError, match="the host's own answer is wrong too"):
+        with pytest.raises(AlignmentError, match="the model's own answer is wrong too"):
             model.generate(first, max_new_tokens=5, prompt_lookup_num_tokens=3, **options)
 
 
@@ -489,7 +489,7 @@ def test_host_that_runs_tokens_at_the_wrong_places_is_told_so(pack, model):
     ],
     ids=str,
 )
-def test_static_cache(manager, model, options):
+def test_static_cache_is_exact(manager, model, options):
     if options.get("past_key_values") == "static":
         options = {"past_key_values": StaticCache(config=model.config, max_cache_len=32)}
     _, result, out = watch(
@@ -508,15 +508,15 @@ def test_static_cache(manager, model, options):
 
 @pytest.mark.skipif(not OLDEST, reason="transformers 5.0: its cache_position is one too far after the chunks")
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
-def test_chunks_after_which_the_host_is_wrong_are_told(pack, model, cache):
-    with DynamicProbeManager(pack).attach(model), pytest.raises((NotSupportedDecoding, AlignmentError)):
+def test_chunked_prompts_that_break_the_model_are_refused(pack, model, cache):
+    with DynamicProbeManager(pack).attach(model), pytest.raises((UnsupportedDecoding, AlignmentError)):
         model.generate(
             PROMPT, max_new_tokens=4, do_sample=False, cache_implementation=cache, prefill_chunk_size=2, **NO_EOS
         )
 
 
 @pytest.mark.parametrize("how", ["looked up before", "on the class"])
-def test_generate_that_goes_past_our_wrapper_is_refused(manager, model, how):
+def test_generate_that_bypasses_our_wrapper_is_refused(manager, model, how):
     """It would be taken for a document: phases, ends of rows and rules would all be wrong, and nobody told."""
     early = (
         model.generate
@@ -524,7 +524,7 @@ def test_generate_that_goes_past_our_wrapper_is_refused(manager, model, how):
         else lambda *args, **kwargs: type(model).generate(model, *args, **kwargs)
     )
     with manager.attach(model) as run:
-        with pytest.raises(NotSupportedDecoding, match=r"call model\.generate\(\.\.\.\) inside the with block"):
+        with pytest.raises(UnsupportedDecoding, match=r"call model\.generate\(\.\.\.\) inside the with block"):
             early(BATCH, attention_mask=BATCH_MASK, max_new_tokens=4, **NO_EOS)
         out = model.generate(PROMPT, max_new_tokens=4, do_sample=False, **NO_EOS)
     check(manager, model, run.result(out), 0, out[0].tolist(), 0, [(5, 3)])
@@ -532,7 +532,7 @@ def test_generate_that_goes_past_our_wrapper_is_refused(manager, model, how):
 
 @pytest.mark.skipif(OLDEST, reason="is told otherwise where images are")
 @pytest.mark.parametrize("between", ["nothing", "a text", "a picture as large", "another picture"])
-def test_turns_after_a_picture_are_right_or_refused(tmp_path, between):
+def test_turns_after_an_image_are_exact_or_refused(tmp_path, between):
     """Where tokens after a picture stand is kept on the model: after another conversation it is that one's."""
     torch.manual_seed(0)
     text = {"vocab_size": 61, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 3, "head_dim": 8}
@@ -565,7 +565,7 @@ def test_turns_after_a_picture_are_right_or_refused(tmp_path, between):
             generate([1, 58, *[60] * n, 9], **picture(4, n))
         ids = [*out.sequences[0].tolist(), 7, 8]
         if between in ("a text", "another picture"):
-            with pytest.raises(NotSupportedDecoding, match="keeps on the model, not in the cache"):
+            with pytest.raises(UnsupportedDecoding, match="positions after images on the model, not in the cache"):
                 generate(ids, past_key_values=copy.deepcopy(out.past_key_values))
             return
         out = generate(ids, past_key_values=copy.deepcopy(out.past_key_values))
@@ -575,7 +575,7 @@ def test_turns_after_a_picture_are_right_or_refused(tmp_path, between):
 
 
 @pytest.mark.parametrize("acts", [False, True], ids=["", "with a rule"])
-def test_attached_in_the_middle_of_a_generation_tells_that_it_is_not_watched(manager, model, caplog, acts):
+def test_attaching_during_a_generation_reports_it_as_unwatched(manager, model, caplog, acts):
     class Attach(StoppingCriteria):
         def __call__(self, input_ids, scores, **kwargs):
             if input_ids.shape[1] == 7:
@@ -593,14 +593,14 @@ def test_attached_in_the_middle_of_a_generation_tells_that_it_is_not_watched(man
     later = model.generate(PROMPT, max_new_tokens=4, do_sample=False, **NO_EOS)
     [gaps] = [check for check in run.health().wrong if check.name == "gaps"]
     assert gaps.state == "failed" and gaps.what.startswith("4 forwards of a generate()")
-    with pytest.warns(UserWarning, match="heard nothing of 4 forwards") if acts else nullcontext():
+    with pytest.warns(UserWarning, match="missed 4 forwards") if acts else nullcontext():
         run.__exit__(None, None, None)
     with pytest.raises(AlignmentError):
         run.result(out)
     check(manager, model, run.result(later), 0, later[0].tolist(), 0, [(5, 3)])
 
 
-def test_run_that_detaches_spoils_no_other_and_no_generation(manager, model):
+def test_detaching_run_disturbs_no_other_run_or_generation(manager, model):
     class Leave(StoppingCriteria):
         def __call__(self, input_ids, scores, **kwargs):
             if input_ids.shape[1] == 8:
@@ -619,7 +619,7 @@ def test_run_that_detaches_spoils_no_other_and_no_generation(manager, model):
         leaving.result(out)
 
 
-def test_threads_with_runs_of_their_own(manager, model):
+def test_threads_with_separate_runs_are_exact(manager, model):
     def work(k):
         prompt = torch.tensor([[1, 5 + k, 9, 13 + 2 * k]])
         with manager.attach(model) as run:
@@ -638,7 +638,7 @@ def test_threads_with_runs_of_their_own(manager, model):
 
 @pytest.mark.parametrize("with_ids", [False, True])
 @pytest.mark.parametrize("options", [{}, {"num_beams": 3}, {"eos_token_id": [3, 8, 17, 21, 30, 44]}], ids=str)
-def test_prompt_given_as_embeddings(manager, model, with_ids, options):
+def test_prompt_given_as_embeddings_is_exact(manager, model, with_ids, options):
     """Without ids the output holds only what is generated; the prompt's states still begin the generation."""
     embeds = model.get_input_embeddings()(BATCH).detach()
     options = {
@@ -682,7 +682,7 @@ def compiled(**more):
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("attached", ["before", "after", "twice"])
-def test_compiled_decode_is_seen_whenever_we_attach(pack, attached):
+def test_compiled_decoding_is_seen_whenever_we_attach(pack, attached):
     """A hook added after compiling is skipped silently by torch: the host is made to compile again."""
     torch._dynamo.reset()
     model, manager = make_model(), DynamicProbeManager(pack)
@@ -699,7 +699,7 @@ def test_compiled_decode_is_seen_whenever_we_attach(pack, attached):
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_other_compiled_hosts_are_seen_or_told_loudly(pack):
+def test_other_compiled_models_are_seen_or_refused(pack):
     torch._dynamo.reset()
     model, manager = make_model(), DynamicProbeManager(pack)
     model.model.compile(backend="eager")
@@ -749,7 +749,7 @@ GRAPHS = {
     "which, attached", [*((which, "before") for which in GRAPHS), ("generate", "after"), ("model.forward", "after")]
 )
 @torch._dynamo.config.patch(recompile_limit=64)  # of layers compiled one by one, the bare host makes twelve graphs here
-def test_compiled_hosts_keep_their_graphs_whole(pack, two_sites, which, attached):
+def test_compiled_models_keep_whole_graphs(pack, two_sites, which, attached):
     """With `fullgraph`, leaving a graph would be an error. Two sites; after that a longer prompt with one, so that
     shapes change.
     """
@@ -768,7 +768,7 @@ def test_compiled_hosts_keep_their_graphs_whole(pack, two_sites, which, attached
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_a_function_that_may_not_leave_its_graph_is_refused_with_the_remedy(pack, model):
+def test_function_compiled_with_fullgraph_is_refused_with_the_remedy(pack, model):
     torch._dynamo.reset()
     as_function = torch.compile(model, backend="eager", fullgraph=True)
     expected = as_function(PROMPT).logits
@@ -819,7 +819,7 @@ def test_beams_are_resolved_at_the_end(manager, model, name, eos):
     assert np.array_equal(run.result(sequences.clone()).scores.values, result.scores.values)
 
 
-def test_beam_output_that_is_not_ours_is_refused(pack, model):
+def test_unrelated_beam_output_is_refused(pack, model):
     with DynamicProbeManager(pack).attach(model) as run:
         out = model.generate(PROMPT, max_new_tokens=6, num_beams=3, do_sample=False, **NO_EOS)
     for place, words in ((2, "position 2: the output has another token"), (6, "no beam had this sequence")):
@@ -831,13 +831,13 @@ def test_beam_output_that_is_not_ours_is_refused(pack, model):
         run.result(out.repeat(4, 1))
 
 
-def test_rules_follow_a_beam_through_its_rows(pack, model):
+def test_rules_follow_a_beam_across_sequences(pack, model):
     """A rule's streak belongs to the sequence of tokens, not to the row it happens to be computed in."""
     manager, events, probe = DynamicProbeManager(pack), [], pack.find("c9")
     options = {"max_new_tokens": 9, "num_beams": 4, "do_sample": False, "num_return_sequences": 4, **NO_EOS}
     with manager.attach(model) as run:
         run.on("c9", above=0.9999999)
-        with pytest.raises(NotSupportedDecoding, match="a stop cannot end one beam"):
+        with pytest.raises(UnsupportedDecoding, match="a stop cannot end one beam"):
             model.generate(PROMPT, **options)
     with manager.attach(model) as run:
         run.on("c9", above=0.9999999, action=lambda event: None)
@@ -865,7 +865,7 @@ def test_rules_follow_a_beam_through_its_rows(pack, model):
                 assert (int(result.position[i]), int(result.token_id[i]), round(float(values[i]), 6)) in met
 
 
-def test_threads_generating_on_one_model_at_once(manager, model):
+def test_threads_generating_on_one_model_are_exact(manager, model):
     prompts = [torch.tensor([[1, 5 + k, 9, 13 + 2 * k]]) for k in range(6)]
     with manager.attach(model) as run, ThreadPoolExecutor(3) as pool:
         outs = list(pool.map(lambda p: model.generate(p, max_new_tokens=8, do_sample=False, **NO_EOS), prompts))
@@ -877,7 +877,7 @@ def test_threads_generating_on_one_model_at_once(manager, model):
 @pytest.mark.parametrize(
     "ids, mask", [(torch.zeros(1, 0, dtype=torch.long), None), (BATCH, torch.tensor([[1] * 5, [0] * 5, [1] * 5]))]
 )
-def test_zero_length_prompt_is_named(pack, model, ids, mask):
+def test_empty_prompt_is_named(pack, model, ids, mask):
     before = n_hooks(model)
     with DynamicProbeManager(pack).attach(model), pytest.raises(ConfigError, match="zero length"):
         model.generate(ids, attention_mask=mask, max_new_tokens=2)
@@ -886,7 +886,7 @@ def test_zero_length_prompt_is_named(pack, model, ids, mask):
 
 @pytest.mark.parametrize("ids", [torch.tensor([[PAD]]), torch.tensor([[1, 5], [PAD, PAD]]), None])
 @pytest.mark.parametrize("eos", [EOS, [EOS, 7]])
-def test_prompt_that_transformers_takes_for_padding_is_refused_as_with_the_mask_given(pack, model, ids, eos):
+def test_prompt_of_pad_tokens_only_is_refused_with_and_without_a_mask(pack, model, ids, eos):
     """Without a mask, the same one is inferred, and with one that says that it is text, it is scored."""
     how = {"max_new_tokens": 3, "do_sample": False, "pad_token_id": PAD, "bos_token_id": PAD, "eos_token_id": eos}
     given = {} if ids is None else {"input_ids": ids}
@@ -917,7 +917,7 @@ LEFT_PADDED = {
 
 @pytest.mark.parametrize("ids, warns", LEFT_PADDED.values(), ids=LEFT_PADDED)
 @pytest.mark.parametrize("pad", [EOS, None])
-def test_padding_on_the_left_that_is_read_as_text_is_warned_of_once(pack, caplog, ids, warns, pad):
+def test_left_padding_read_as_text_is_warned_about_once(pack, caplog, ids, warns, pad):
     """transformers infers no mask where padding ends a text, too: the padding is scored as prompt, as it was run."""
     model, ids = make_model(), torch.tensor(ids)
     how = {"max_new_tokens": 3, "min_new_tokens": 3, "do_sample": False, "pad_token_id": pad, "eos_token_id": EOS}
@@ -931,7 +931,7 @@ def test_padding_on_the_left_that_is_read_as_text_is_warned_of_once(pack, caplog
     assert (run.result(out, generation=0).phase == 0).sum() == ids.numel()
 
 
-def test_state_that_is_not_finite_is_unseen_loudly(pack, model):
+def test_nonfinite_hidden_state_is_unseen_with_its_reason(pack, model):
     """The host itself breaks at one token: that token is unseen with its reason, the others are scored."""
     calls = []
 
@@ -952,13 +952,13 @@ def test_state_that_is_not_finite_is_unseen_loudly(pack, model):
     assert EOS not in out[0, 5:].tolist()
 
 
-def test_default_begin_of_sequence_prompt(manager, model):
+def test_default_bos_prompt_is_exact(manager, model):
     _, result, out = watch(manager, model, max_new_tokens=4, do_sample=False, **NO_EOS)
     check(manager, model, result, 0, out[0], 0, [(1, 3)])
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_two_threads_in_one_compiled_host_at_once_are_refused(pack):
+def test_concurrent_threads_on_a_compiled_model_are_refused(pack):
     """Both forwards write one buffer: whose states are there would be a guess. One after the other is no matter."""
     torch._dynamo.reset()
     model, manager = make_model(), DynamicProbeManager(pack)
@@ -987,11 +987,11 @@ def test_two_threads_in_one_compiled_host_at_once_are_refused(pack):
         with ThreadPoolExecutor(1) as pool:
             pool.submit(model, PROMPT).result()
     torch._dynamo.reset()
-    assert len(told) == 2 and all("threads ran a compiled host at once" in text for text in told)
+    assert len(told) == 2 and all("threads ran a compiled model at once" in text for text in told)
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_an_unwatched_thread_in_a_compiled_host_is_noticed_and_left_alone(pack):
+def test_unwatched_thread_on_a_compiled_model_is_detected_and_unharmed(pack):
     """It writes to the same buffer, whoever is watched, and however many rows and tokens it has."""
     torch._dynamo.reset()
     model, manager = make_model(), DynamicProbeManager(pack)
@@ -1011,21 +1011,21 @@ def test_an_unwatched_thread_in_a_compiled_host_is_noticed_and_left_alone(pack):
         handle = model.model.layers[2].register_forward_pre_hook(wait)
         other.start()
         begun.wait(60)
-        with pytest.raises(AlignmentError, match="threads ran a compiled host at once"):
+        with pytest.raises(AlignmentError, match="threads ran a compiled model at once"):
             model(PROMPT.flip(1), use_cache=False)
         over.set()
         other.join()
         handle.remove()
         later = torch.tensor([[1, 33, 8]])
         model(later)
-        with ThreadPoolExecutor(1) as pool, pytest.raises(NotSupportedHost, match="another thread watches"):
+        with ThreadPoolExecutor(1) as pool, pytest.raises(UnsupportedModel, match="another thread watches"):
             pool.submit(manager.attach(model).__enter__).result()
     torch._dynamo.reset()
     assert len(done) == 1 and torch.allclose(done[0], expected, atol=1e-5)
     plain(run, later, model, manager)
 
 
-def test_what_was_written_in_compiled_code_is_copied_while_nobody_else_may_write():
+def test_compiled_outputs_are_copied_before_the_buffer_is_reused():
     buffers = Buffers({"resid_post.0": torch.nn.Linear(2, 2)})
     buffers.make_room((1, 2), 3)
     buffers.keep("resid_post.0", torch.ones(1, 2, 3))
@@ -1041,7 +1041,7 @@ def plain(run, ids, model, manager, **which):
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("how", ["wrapper", "function around it", "model.compile()", "model.forward"])
-def test_what_was_compiled_and_run_before_is_seen_by_plain_forwards_too(pack, how):
+def test_previously_compiled_models_are_seen_in_plain_forwards(pack, how):
     """torch does not look at hooks before it runs a graph again, unless it is told to: such a forward left no trace at
     all.
     """
@@ -1068,7 +1068,7 @@ def test_what_was_compiled_and_run_before_is_seen_by_plain_forwards_too(pack, ho
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_another_compiled_model_of_the_class_lends_no_graph(pack):
+def test_compiled_models_of_one_class_do_not_share_graphs(pack):
     torch._dynamo.reset()
     watched, other, manager = make_model(), make_model(seed=1), DynamicProbeManager(pack)
     watched.compile(backend="eager")
@@ -1082,7 +1082,7 @@ def test_another_compiled_model_of_the_class_lends_no_graph(pack):
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_a_layer_that_runs_twice_or_drops_tokens_in_a_compiled_call_is_an_error(pack):
+def test_layer_run_twice_or_dropping_tokens_in_a_compiled_call_is_an_error(pack):
     class Both(LlamaForCausalLM):
         def forward(self, input_ids=None, **kwargs):
             super().forward(input_ids.flip(1), **kwargs)
@@ -1116,14 +1116,14 @@ def test_a_layer_that_runs_twice_or_drops_tokens_in_a_compiled_call_is_an_error(
     with (
         torch.no_grad(),
         manager.attach(host),
-        pytest.raises(NotSupportedHost, match=r"gives \(1, 4, 16\) for a forward of 1 rows and 5 tokens"),
+        pytest.raises(UnsupportedModel, match=r"gives \(1, 4, 16\) for a forward of 1 rows and 5 tokens"),
     ):
         host(PROMPT, use_cache=False)
     torch._dynamo.reset()
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_a_forward_that_failed_in_a_compiled_host_is_forgotten(pack):
+def test_failed_forward_of_a_compiled_model_is_forgotten(pack):
     """Also by threads: the next forward, in another one, is not taken for one at the same time."""
     torch._dynamo.reset()
     model, manager = make_model(), DynamicProbeManager(pack)

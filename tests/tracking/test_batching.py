@@ -1,6 +1,4 @@
-"""Continuous batching: every token of every request has its own score, whatever was packed with it, shared, preempted
-or forked.
-"""
+"""In continuous batching every token of every request has its own score, also if packed, shared or preempted."""
 
 import queue
 
@@ -12,7 +10,7 @@ from conftest import EOS, OLDEST, PAD, make_model, make_pack, n_hooks
 from hears import hears
 from oracle import check
 from probemon import DynamicProbeManager
-from probemon.errors import AlignmentError, CallbackFailed, ConceptRaised, NotSupportedDecoding
+from probemon.errors import AlignmentError, CallbackFailed, ConceptRaised, UnsupportedDecoding
 from probemon.tracking.recording import SHARED
 
 if OLDEST:
@@ -71,7 +69,7 @@ def test_every_request_is_exact(host, options):
     assert alone.requests == (one.request_id,) and alone.token_id.tolist() == [*LONG, *one.generated_tokens]
 
 
-def test_forks_begin_where_their_parent_had_come_to(host):
+def test_forked_requests_start_where_their_parent_was(host):
     model, manager = host
     torch.manual_seed(4)
     with manager.attach(model) as run:
@@ -80,7 +78,7 @@ def test_forks_begin_where_their_parent_had_come_to(host):
     verify(model, manager, run.result(outputs), outputs)
 
 
-def test_tokens_whose_keys_were_shared_are_unseen_with_their_reason(host):
+def test_tokens_with_shared_keys_are_unseen_with_the_reason(host):
     model, manager = host
     with manager.attach(model) as run:
         # One request a batch: the second finds the first's blocks.
@@ -142,7 +140,7 @@ def check_tail(model, manager, result, row, ids, first, n_prompt, n_seen):
         assert abs(result.scores.active_scores(i) - scores.active_scores(t)).max() < 1e-5
 
 
-def test_stop_ends_one_request_with_one_more_token(host):
+def test_stop_ends_one_request_after_one_more_token(host):
     model, manager = host
     with manager.attach(model) as run:
         run.on("c3", above=0.9999999)
@@ -179,7 +177,7 @@ def test_stop_ends_one_request_with_one_more_token(host):
     verify(model, manager, run.result(outputs), outputs)
 
 
-def test_raise_reaches_whoever_waits_for_the_batch(host):
+def test_raise_reaches_the_caller_of_the_batch(host):
     model, manager = host
     before = n_hooks(model)
     with manager.attach(model) as run:
@@ -192,14 +190,14 @@ def test_raise_reaches_whoever_waits_for_the_batch(host):
     verify(model, manager, run.result(outputs), outputs)
 
 
-def test_removed_hook_is_loud(host):
+def test_removed_hook_is_an_error(host):
     model, manager = host
     with manager.attach(model), pytest.raises(AlignmentError, match="without reaching"):
         model.model.layers[2]._forward_hooks.clear()
         model.generate_batch(PROMPTS[:2], **configs())
 
 
-def test_hooks_removed_from_the_decoder_are_loud(host):
+def test_removed_decoder_hooks_are_an_error(host):
     model, manager = host
     with manager.attach(model), pytest.raises(AlignmentError, match="past our hooks"):
         model.model._forward_pre_hooks.clear()
@@ -215,7 +213,7 @@ def test_hooks_removed_from_the_decoder_are_loud(host):
 
 
 @pytest.mark.parametrize("lost", [0, 1])
-def test_packed_forward_past_our_hooks_is_loud_and_not_called_shared(host, lost):
+def test_packed_forward_that_bypasses_our_hooks_is_an_error(host, lost):
     model, manager = host
     seen, kept = [], {}
 
@@ -237,7 +235,7 @@ def test_packed_forward_past_our_hooks_is_loud_and_not_called_shared(host, lost)
             model.model._forward_pre_hooks.update(kept)
 
 
-def test_compiled_batching_is_refused_and_the_host_left_as_it_was(host):
+def test_compiled_batching_is_refused_and_leaves_the_model_unchanged(host):
     model, manager = host
     from transformers import CompileConfig
 
@@ -246,12 +244,12 @@ def test_compiled_batching_is_refused_and_the_host_left_as_it_was(host):
     options["continuous_batching_config"] = ContinuousBatchingConfig(
         varlen_compile_config=CompileConfig(), decode_compile_config=CompileConfig()
     )
-    with manager.attach(model), pytest.raises(NotSupportedDecoding, match="hooks do not run in a replay"):
+    with manager.attach(model), pytest.raises(UnsupportedDecoding, match="hooks do not run in a replay"):
         model.generate_batch(PROMPTS[:1], **options)
     assert model.config._attn_implementation == attention
 
 
-def test_manager_opened_before_attaching_is_refused(host):
+def test_batching_manager_opened_before_attaching_is_refused(host):
     model, manager = host
     options = configs()
     serving = model.init_continuous_batching(
@@ -270,7 +268,7 @@ def test_manager_opened_before_attaching_is_refused(host):
         serving.stop(block=True)
 
 
-def test_manager_that_its_user_feeds_keeps_nothing_of_what_is_done(host):
+def test_finished_requests_of_an_open_batching_manager_are_released(host):
     model, manager = host
     options, outputs = configs(), {}
     opened = {
@@ -290,7 +288,7 @@ def test_manager_that_its_user_feeds_keeps_nothing_of_what_is_done(host):
     verify(model, manager, run.result(newest), newest)
 
 
-def test_output_that_is_not_ours_is_refused(host):
+def test_unrelated_output_is_refused(host):
     model, manager = host
     with manager.attach(model) as run:
         outputs = model.generate_batch(PROMPTS[:2], **configs())
@@ -304,7 +302,7 @@ def test_output_that_is_not_ours_is_refused(host):
 assert EOS != 60
 
 
-def test_generate_beside_a_running_batch(host):
+def test_generate_during_a_running_batch_is_exact_or_refused(host):
     """It is another generation; but an eager host has another attention meanwhile, and what generate() then computes is
     not the model's.
     """
@@ -323,7 +321,7 @@ def test_generate_beside_a_running_batch(host):
         with (
             manager.attach(model) as run,
             model.continuous_batching_context_manager(**opened),
-            pytest.raises(NotSupportedDecoding, match="while continuous batching runs"),
+            pytest.raises(UnsupportedDecoding, match="while continuous batching runs"),
         ):
             model.generate(torch.tensor([PROMPTS[0]]), **short)
         assert run.recordings == []

@@ -1,6 +1,4 @@
-"""Forwards past our hooks, by choice only told: the tokens they ran are unseen, with their reason, and every other one
-is exact.
-"""
+"""With on_gap="report", tokens of forwards that bypass our hooks are unseen with a reason, and all others exact."""
 
 import threading
 
@@ -49,7 +47,7 @@ def same_prompt(mine, oracle, columns):
 @pytest.mark.parametrize(
     "lost, columns", [([0], [0, 1]), ([1], [2, 3]), ([2], [4]), ([0, 1, 2], [0, 1, 2, 3, 4])], ids=str
 )
-def test_chunk_of_a_prompt(manager, model, lost, columns):
+def test_bypassed_prompt_chunk_is_unseen_and_the_rest_exact(manager, model, lost, columns):
     memory, gaps = MemorySink(), []
     with manager.attach(model, on_gap="report", followers=[hears(gap=gaps.append)]) as run, Blinded(model, lost):
         run.follow(memory)
@@ -62,7 +60,7 @@ def test_chunk_of_a_prompt(manager, model, lost, columns):
 
 
 @pytest.mark.skipif(OLDEST, reason="no chunks there")
-def test_second_turn_in_chunks(manager, model):
+def test_bypassed_chunk_of_a_second_turn_is_unseen_and_the_rest_exact(manager, model):
     cache, gaps = DynamicCache(), []
     with manager.attach(model, on_gap="report", followers=[hears(gap=gaps.append)]) as run:
         first = model.generate(PROMPT, **GREEDY, past_key_values=cache)
@@ -74,7 +72,7 @@ def test_second_turn_in_chunks(manager, model):
     same_prompt(two, prompt_scores(manager, model, second), [12, 13])
 
 
-def test_document_goes_on_where_a_generation_ended(manager, model):
+def test_document_continues_after_a_generation(manager, model):
     cache = DynamicCache()
     with manager.attach(model) as run:
         first = model.generate(PROMPT, **GREEDY, past_key_values=cache)
@@ -90,7 +88,7 @@ def test_document_goes_on_where_a_generation_ended(manager, model):
 
 
 @pytest.mark.parametrize("lost", [[0], [1], [0, 1, 2]], ids=str)
-def test_second_turn_keeps_the_first(manager, model, lost):
+def test_second_turn_keeps_the_scores_of_the_first(manager, model, lost):
     cache, gaps = DynamicCache(), []
     with manager.attach(model, on_gap="report", followers=[hears(gap=gaps.append)]) as run:
         first = model.generate(PROMPT, **GREEDY, past_key_values=cache)
@@ -105,7 +103,7 @@ def test_second_turn_keeps_the_first(manager, model, lost):
     assert two.phase.tolist() == [0] * 15 + [1] * 8
 
 
-def test_first_turn_that_was_not_seen_at_all_comes_in_a_cache(manager, model):
+def test_unseen_first_turn_counts_as_a_prefilled_cache(manager, model):
     cache = DynamicCache()
     with manager.attach(model, on_gap="report") as run:
         with Blinded(model, range(99)):
@@ -115,7 +113,7 @@ def test_first_turn_that_was_not_seen_at_all_comes_in_a_cache(manager, model):
     assert unseen(run.result(second)) == {**dict.fromkeys(range(12), BEFORE), 21: LAST}
 
 
-def test_blind_prompt_of_embeddings_is_sent_to_sinks(manager, model):
+def test_unseen_embedding_prompt_is_sent_to_sinks(manager, model):
     memory = MemorySink()
     with manager.attach(model, on_gap="report") as run, Blinded(model, [0]):
         run.follow(memory)
@@ -150,7 +148,7 @@ LOOKUP = {"prompt_lookup_num_tokens": 3, "repetition_penalty": 0.2, "eos_token_i
     "options", [{}, {"use_cache": False}, {"num_beams": 3}, LOOKUP], ids=["greedy", "no cache", "beams", "drafts"]
 )
 @pytest.mark.parametrize("lost", [[0], [2, 3], range(99)], ids=["prompt", "two steps", "all"])
-def test_every_forward_hook_removed(manager, model, options, lost):
+def test_removing_every_forward_hook_is_an_error_or_unseen(manager, model, options, lost):
     with manager.attach(model), Removed(model, lost), pytest.raises(AlignmentError, match="without reaching"):
         model.generate(PROMPT, **{**GREEDY, **options})
     gaps = []
@@ -173,7 +171,7 @@ def test_every_forward_hook_removed(manager, model, options, lost):
         assert mine.keys() & full.keys() and all(abs(mine[p] - full[p]) < 1e-5 for p in mine.keys() & full.keys())
 
 
-def test_every_forward_hook_removed_from_a_plain_forward(manager, model):
+def test_removing_hooks_in_a_plain_forward_is_an_error_or_unseen(manager, model):
     with (
         manager.attach(model),
         torch.no_grad(),
@@ -189,7 +187,7 @@ def test_every_forward_hook_removed_from_a_plain_forward(manager, model):
         assert not unseen(run.result(PROMPT, generation=1))
 
 
-def test_beams_cannot_be_followed_past_a_gap(manager, model):
+def test_beams_after_a_gap_are_refused(manager, model):
     with (
         manager.attach(model, on_gap="report"),
         Blinded(model, [2]),
@@ -212,7 +210,7 @@ class TestRequests:
         }
 
     @pytest.mark.parametrize("lost", [[0], [1], [2, 3], [4]], ids=str)
-    def test_packed_forward(self, manager, model, batching, lost):
+    def test_bypassed_packed_forward_is_unseen_and_the_rest_exact(self, manager, model, batching, lost):
         gaps, memory = [], MemorySink()
         with manager.attach(model, on_gap="report", followers=[hears(gap=gaps.append)]) as run, Blinded(model, lost):
             run.follow(memory)
@@ -228,7 +226,7 @@ class TestRequests:
         told = {int(batch.position[i]): int(batch.token_id[i]) for batch in memory.batches for i in range(len(batch))}
         assert told == dict(enumerate(whole[0, :10].tolist()))
 
-    def test_manager_that_its_user_feeds_tells_at_the_end(self, manager, model, batching):
+    def test_unseen_request_of_an_open_batching_manager_is_reported_at_the_end(self, manager, model, batching):
         told = pytest.raises(CallbackFailed, match="request r0 is at column 10, the taps saw 0")
         with (
             told,
@@ -241,7 +239,7 @@ class TestRequests:
                 pass
         assert found.error is None and len(found.generated_tokens) == 6  # the generation went on
 
-    def test_stop_ends_what_runs_and_what_waits_and_nothing_after(self, manager, model, batching):
+    def test_stop_ends_running_and_waiting_requests_and_no_later_ones(self, manager, model, batching):
         with manager.attach(model) as run:
             run.follow(lambda placed, scores: run.stop() if placed.phase == 1 and placed.columns[0] == 6 else None)
             outputs = model.generate_batch(
@@ -295,12 +293,12 @@ def paused(model, ids, column=8):
     return finish
 
 
-def test_stop_mine_is_for_the_thread_that_generates(manager, model):
+def test_stop_mine_outside_the_generating_thread_is_refused(manager, model):
     with manager.attach(model) as run, pytest.raises(ConfigError, match=r"call run.stop\(\)"):
         run.stop_mine()
 
 
-def test_stop_ends_what_runs_and_not_what_begins_later(manager, model):
+def test_stop_ends_running_generations_and_not_later_ones(manager, model):
     with manager.attach(model) as run:
         finish = paused(model, PROMPT)
         run.stop()
@@ -311,7 +309,7 @@ def test_stop_ends_what_runs_and_not_what_begins_later(manager, model):
     assert stopped.shape[1] == 8 and other.shape[1] == 13 and first.shape[1] == 6 and second.shape[1] == 13
 
 
-def test_generation_of_another_thread_that_began_before_is_left_alone(manager, model, caplog):
+def test_earlier_generation_of_another_thread_is_left_alone(manager, model, caplog):
     begun, attached, outs = threading.Event(), threading.Event(), []
     original = type(model)._prepare_generation_config
 
@@ -341,7 +339,7 @@ def test_generation_of_another_thread_that_began_before_is_left_alone(manager, m
     assert len(run.result(mine)) == 13
 
 
-def test_what_is_forgotten_first_is_the_oldest_of_every_thread(manager, model):
+def test_oldest_scores_of_all_threads_are_forgotten_first(manager, model):
     with manager.attach(model, keep_tokens=6) as run:
         finish = paused(model, PROMPT)
         model.generate(PROMPT + 1, **GREEDY)
@@ -372,7 +370,7 @@ class Broken(BaseStreamer):
         raise OSError("the reader is gone")
 
 
-def test_error_of_generate_is_not_replaced_by_that_of_a_streamer(manager, model, caplog):
+def test_streamer_error_does_not_replace_the_error_of_generate(manager, model, caplog):
     class Failing(StoppingCriteria):
         def __call__(self, ids, scores, **kwargs):
             return 1 / 0
@@ -382,7 +380,7 @@ def test_error_of_generate_is_not_replaced_by_that_of_a_streamer(manager, model,
     assert "the reader is gone" in caplog.text
 
 
-def test_stream_of_several_sequences_is_refused_when_it_is_made(manager):
+def test_stream_of_several_sequences_is_refused_at_creation(manager):
     model = make_model()
     model.generation_config.num_return_sequences, model.generation_config.do_sample = 2, True
     with pytest.raises(ConfigError, match="2 sequences"):

@@ -1,6 +1,4 @@
-"""Decode loops of one's own: followed exactly inside `run.generating`, and an error wherever they would only
-look calm.
-"""
+"""Custom decode loops are exact inside run.generating, and an error when a rule or sink would miss their tokens."""
 
 import copy
 import threading
@@ -15,7 +13,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 from conftest import EOS, OLDEST, PAD, make_model, make_pack
 from oracle import check
 from probemon import DynamicProbeManager
-from probemon.errors import AlignmentError, ConceptRaised, ConfigError, NotSupportedDecoding
+from probemon.errors import AlignmentError, ConceptRaised, ConfigError, UnsupportedDecoding
 from probemon.host.cache import filled_cache
 from probemon.monitor.sinks import MemorySink
 from probemon.tracking.recording import LAST
@@ -58,7 +56,7 @@ def decode(run, model, ids, n, *, mask=None, cached=True, chunk=None, eos=None, 
 @pytest.mark.parametrize(
     "how", [{}, {"cached": False}, {"chunk": 2}, {"mask": torch.ones(1, 5, dtype=torch.int64)}], ids=str
 )
-def test_a_loop_has_the_scores_of_generate_token_by_token(manager, model, how):
+def test_custom_loop_has_the_scores_of_generate(manager, model, how):
     with manager.attach(model) as run:
         ids = decode(run, model, PROMPT, 7, **how)
         out = model.generate(PROMPT, max_new_tokens=7, eos_token_id=None, **GREEDY)
@@ -70,7 +68,7 @@ def test_a_loop_has_the_scores_of_generate_token_by_token(manager, model, how):
     assert oracle.coverage.unseen[-1] == LAST and mine.coverage.unseen[-1] == ""
 
 
-def test_left_padding_and_rows_that_end_are_no_tokens(manager, model):
+def test_left_padding_and_ended_sequences_add_no_tokens(manager, model):
     mask = (ROWS != PAD).long()
     with manager.attach(model) as run:
         plain = model.generate(ROWS, attention_mask=mask, max_new_tokens=8, eos_token_id=None, **GREEDY)
@@ -85,7 +83,7 @@ def test_left_padding_and_rows_that_end_are_no_tokens(manager, model):
             assert np.abs(mine.scores.active_scores(i) - oracle.scores.active_scores(i)).max() < 1e-5
 
 
-def test_rules_stops_and_sinks_work_in_a_loop(manager, model):
+def test_rules_stops_and_sinks_work_in_a_custom_loop(manager, model):
     events, memory = [], MemorySink()
     with manager.attach(model) as run:
         ids = decode(run, model, PROMPT, 8)
@@ -126,7 +124,7 @@ class Shown(BaseStreamer):
         self.ended = True
 
 
-def test_a_held_streamer_holds_in_a_loop(manager, model):
+def test_held_streamer_holds_tokens_in_a_custom_loop(manager, model):
     shown = Shown()
     with torch.no_grad(), manager.attach(model) as run:
         run.on("c0", above=0.0, action=lambda event: None)
@@ -145,7 +143,7 @@ def test_a_held_streamer_holds_in_a_loop(manager, model):
 
 
 @pytest.mark.skipif(OLDEST, reason="transformers 5.0: Mamba's own forward wants a cache_position")
-def test_a_second_turn_on_a_cache_and_a_recurrent_host(manager, model, tmp_path):
+def test_custom_loop_supports_a_second_turn_and_recurrent_models(manager, model, tmp_path):
     cache = DynamicCache()
     with manager.attach(model) as run:
         first = decode(run, model, PROMPT, 3, cache=cache)
@@ -173,7 +171,7 @@ def test_a_second_turn_on_a_cache_and_a_recurrent_host(manager, model, tmp_path)
     check(recurrent, host, run.result(ids), 0, ids[0].tolist(), 0, [(5, 4)])
 
 
-def test_misuse_of_a_loop_is_named(manager, model):
+def test_misuse_of_a_custom_loop_is_named(manager, model):
     more = torch.cat([PROMPT, PROMPT[:, :1]], dim=1)
     for from_column in (0, -1, 1.5, True, None, "5", 2**70):
         with manager.attach(model) as run, pytest.raises(ConfigError, match="from_column is"):
@@ -183,7 +181,7 @@ def test_misuse_of_a_loop_is_named(manager, model):
     with torch.no_grad(), manager.attach(model) as run:
         with run.generating(5), pytest.raises(ConfigError, match="not for the inside"), run.generating(5):
             pass
-        with run.generating(5), pytest.raises(NotSupportedDecoding, match=r"inside run\.generating"):
+        with run.generating(5), pytest.raises(UnsupportedDecoding, match=r"inside run\.generating"):
             model.generate(PROMPT, max_new_tokens=2)
         with run.generating(5) as loop, pytest.raises(AlignmentError, match="before the stopping criteria saw it"):
             cache = DynamicCache()
@@ -217,11 +215,11 @@ def test_misuse_of_a_loop_is_named(manager, model):
             loop.sampled(more)
             other = torch.cat([more, more[:, :1]], 1)
             other[0, 2] += 1
-            with pytest.raises(NotSupportedDecoding, match="another sequence than it had"):
+            with pytest.raises(UnsupportedDecoding, match="another sequence than it had"):
                 loop.sampled(other)
 
 
-def test_two_threads_loop_at_once(manager, model):
+def test_custom_loops_of_two_threads_are_exact(manager, model):
     found, gate = {}, threading.Barrier(2)
 
     def work(number, run):
@@ -248,11 +246,11 @@ def other_head(model):
 @pytest.mark.parametrize("ruled", [True, False])
 @pytest.mark.parametrize("batch", [1, 2])
 @pytest.mark.parametrize("attached", ["base", "another head"])
-def test_generate_of_a_model_that_is_not_attached_is_refused(manager, attached, batch, ruled):
+def test_generate_of_an_unattached_model_is_refused(manager, attached, batch, ruled):
     host = make_model()
     with (
         manager.attach(host.model if attached == "base" else other_head(host)) as run,
-        pytest.raises(NotSupportedDecoding, match="attached to Llama"),
+        pytest.raises(UnsupportedDecoding, match="attached to Llama"),
     ):
         if ruled:
             run.on("c0", above=0.0, action="stop")
@@ -260,7 +258,7 @@ def test_generate_of_a_model_that_is_not_attached_is_refused(manager, attached, 
     assert not any(recording.n_entries for recording in run.recordings)
 
 
-def test_classifiers_share_a_decoder_as_documents(manager, model):
+def test_classifier_on_a_shared_decoder_is_read_as_a_document(manager, model):
     """A head without generate() is read as it always was."""
     config = copy.deepcopy(model.config)
     head = LlamaForSequenceClassification(config).eval()
@@ -273,11 +271,9 @@ def test_classifiers_share_a_decoder_as_documents(manager, model):
 @pytest.mark.parametrize("cached", [True, False])
 @pytest.mark.parametrize("waits", ["rule", "sink"])
 @pytest.mark.parametrize("host", ["whole", "base"])
-def test_a_loop_that_is_not_followed_is_refused_where_something_waits_for_its_tokens(
-    manager, model, host, waits, cached
-):
+def test_untracked_loop_is_refused_if_a_rule_or_sink_needs_its_tokens(manager, model, host, waits, cached):
     runs = model if host == "whole" else model.model
-    with torch.no_grad(), pytest.raises(NotSupportedDecoding, match=r"run\.generating"), manager.attach(runs) as run:
+    with torch.no_grad(), pytest.raises(UnsupportedDecoding, match=r"run\.generating"), manager.attach(runs) as run:
         run.on("c0", above=0.0) if waits == "rule" else run.follow(MemorySink())
         ids, cache = PROMPT, DynamicCache() if cached else None
         for _ in range(3):
@@ -285,7 +281,7 @@ def test_a_loop_that_is_not_followed_is_refused_where_something_waits_for_its_to
             ids = torch.cat([ids, PROMPT[:, :1]], dim=1)
 
 
-def test_rules_that_could_never_fire_are_told_at_the_end(manager, model):
+def test_rules_that_could_never_fire_are_reported_at_the_end(manager, model):
     def silent(event):
         raise AssertionError(event)
 
@@ -316,7 +312,7 @@ def test_rules_that_could_never_fire_are_told_at_the_end(manager, model):
 
 @pytest.mark.skipif(OLDEST, reason="transformers 5.0: preparing inputs wants a cache_position")
 @pytest.mark.parametrize("cached", [True, False])
-def test_a_loop_that_prepares_its_inputs_as_generate_does_is_no_generate(manager, model, cached):
+def test_loop_with_generates_input_preparation_is_not_a_generate(manager, model, cached):
     def loop(n=3):
         ids, state = PROMPT, {"past_key_values": DynamicCache()} if cached else {}
         for _ in range(n):
@@ -325,7 +321,7 @@ def test_a_loop_that_prepares_its_inputs_as_generate_does_is_no_generate(manager
             )
             ids = torch.cat([ids, model(**{**inputs, "use_cache": cached}).logits[:, -1:].argmax(-1)], dim=1)
 
-    with torch.no_grad(), pytest.raises(NotSupportedDecoding, match=r"run\.generating"), manager.attach(model) as run:
+    with torch.no_grad(), pytest.raises(UnsupportedDecoding, match=r"run\.generating"), manager.attach(model) as run:
         run.follow(MemorySink())
         loop()
     with torch.no_grad(), manager.attach(model) as run:
@@ -333,19 +329,19 @@ def test_a_loop_that_prepares_its_inputs_as_generate_does_is_no_generate(manager
     assert sum(recording.n_entries for recording in run.recordings) == (7 if cached else 5 + 6 + 7)
 
 
-def test_windows_that_move_on_and_loops_side_by_side_are_told(manager, model):
+def test_sliding_window_and_interleaved_loops_are_refused(manager, model):
     with torch.no_grad():
         with manager.attach(model) as run:  # documents, of which one is read twice
             run.follow(memory := MemorySink())
             for ids in (torch.full((1, 5), 9), torch.full((1, 5), 9), PROMPT, PROMPT + 1):
                 model(ids)
         assert len(memory.batches) == 4
-        with pytest.raises(NotSupportedDecoding, match=r"run\.generating"), manager.attach(model) as run:
+        with pytest.raises(UnsupportedDecoding, match=r"run\.generating"), manager.attach(model) as run:
             run.follow(MemorySink())
             ids = PROMPT
             for _ in range(3):
                 ids = torch.cat([ids, model(ids[:, -5:]).logits[:, -1:].argmax(-1)], dim=1)
-        with pytest.raises(NotSupportedDecoding, match=r"run\.generating"), manager.attach(model) as run:
+        with pytest.raises(UnsupportedDecoding, match=r"run\.generating"), manager.attach(model) as run:
             run.follow(MemorySink())
             both = [PROMPT, PROMPT + 1]
             for _ in range(2):
@@ -353,11 +349,11 @@ def test_windows_that_move_on_and_loops_side_by_side_are_told(manager, model):
 
 
 @pytest.mark.parametrize("how", ["by hand", "looked up between"])
-def test_a_run_that_does_not_follow_what_another_follows_is_told(pack, model, how):
+def test_generation_tracked_only_by_another_run_is_refused(pack, model, how):
     first, second = DynamicProbeManager(pack).attach(model), DynamicProbeManager(pack).attach(model)
     with (
         torch.no_grad(),
-        pytest.raises(NotSupportedDecoding, match="another run follows this generation"),
+        pytest.raises(UnsupportedDecoding, match="another run follows this generation"),
         first as one,
     ):
         generate = model.generate
@@ -369,13 +365,13 @@ def test_a_run_that_does_not_follow_what_another_follows_is_told(pack, model, ho
                 generate(PROMPT, max_new_tokens=3, **GREEDY)
 
 
-def test_a_generate_on_the_class_is_refused_in_any_thread_where_something_waits_for_it(manager, model):
+def test_generate_called_on_the_class_is_refused_in_any_thread_with_rules(manager, model):
     raised = []
 
     def work():
         try:
             type(model).generate(model, PROMPT, max_new_tokens=3, **GREEDY)
-        except NotSupportedDecoding as error:
+        except UnsupportedDecoding as error:
             raised.append(error)
 
     with manager.attach(model) as run:
@@ -386,7 +382,7 @@ def test_a_generate_on_the_class_is_refused_in_any_thread_where_something_waits_
     assert "called on the class" in str(raised[0])
 
 
-def test_a_loop_that_says_nothing_of_what_it_sampled_is_told(manager, model):
+def test_loop_that_never_reports_sampled_tokens_is_an_error(manager, model):
     with (
         torch.no_grad(),
         pytest.raises(ConfigError, match=r"before from_column=100, and loop\.sampled was never called"),
@@ -399,7 +395,7 @@ def test_a_loop_that_says_nothing_of_what_it_sampled_is_told(manager, model):
             model(PROMPT[:, :1], past_key_values=cache)
 
 
-def test_a_held_streamer_wants_the_prompt_first(manager, model):
+def test_held_streamer_needs_the_prompt_first(manager, model):
     shown = Shown()
     with (
         torch.no_grad(),
@@ -416,7 +412,7 @@ def test_a_held_streamer_wants_the_prompt_first(manager, model):
         run.hold(shown).end()
 
 
-def test_part_of_a_document_is_no_output(manager, model):
+def test_part_of_a_document_is_not_an_output(manager, model):
     with torch.no_grad(), manager.attach(model) as run:
         model(PROMPT)
     with pytest.raises(AlignmentError, match="the ids have 3 columns, 5 were watched"):
@@ -426,14 +422,14 @@ def test_part_of_a_document_is_no_output(manager, model):
             run.result(bad)
 
 
-def test_a_held_streamer_of_another_head_shows_nothing(manager):
+def test_held_streamer_of_another_head_shows_nothing(manager):
     host, shown = make_model(), Shown()
     with manager.attach(host.model) as run, pytest.raises(ConfigError, match="no run watches this generate"):
         host.generate(PROMPT, max_new_tokens=4, streamer=run.hold(shown), **GREEDY)
     assert not shown.tokens
 
 
-def test_what_ran_on_another_head_before_we_came_goes_on_unwatched(manager):
+def test_earlier_generation_on_another_head_continues_unwatched(manager):
     host = make_model()
     begun, attached = threading.Event(), threading.Event()
     found = []
@@ -461,11 +457,11 @@ def test_what_ran_on_another_head_before_we_came_goes_on_unwatched(manager):
     assert found and not any(recording.n_entries for recording in run.recordings)
 
 
-def test_guidance_by_a_processor_is_refused_by_name(pack, model):
+def test_guidance_by_a_logits_processor_is_refused_by_name(pack, model):
     from transformers import UnbatchedClassifierFreeGuidanceLogitsProcessor
 
     guided = [UnbatchedClassifierFreeGuidanceLogitsProcessor(2.0, model, unconditional_ids=PROMPT[:, :2])]
-    with DynamicProbeManager(pack).attach(model), pytest.raises(NotSupportedDecoding, match="classifier-free guidance"):
+    with DynamicProbeManager(pack).attach(model), pytest.raises(UnsupportedDecoding, match="classifier-free guidance"):
         model.generate(PROMPT, max_new_tokens=3, logits_processor=guided, eos_token_id=None, **GREEDY)
 
 
@@ -473,7 +469,7 @@ def test_guidance_by_a_processor_is_refused_by_name(pack, model):
 
 
 @pytest.mark.parametrize("goes_on", ["generate", "by hand", "document"])
-def test_deep_copies_of_a_prompt_cache_are_known(manager, model, goes_on):
+def test_deep_copies_of_a_prompt_cache_are_recognised(manager, model, goes_on):
     """The recipe for prompt caching: one prefix is run once, and every question goes on from a copy of its cache."""
     prefix, questions = PROMPT[:, :3], [[20, 21], [30, 31, 32]]
     with torch.no_grad(), manager.attach(model) as run:
@@ -495,7 +491,7 @@ def test_deep_copies_of_a_prompt_cache_are_known(manager, model, goes_on):
         assert cache.get_seq_length() == 3
 
 
-def test_a_cache_that_only_looks_alike_is_unseen(manager, model):
+def test_foreign_or_edited_cache_is_unseen(manager, model):
     """Of another prompt, of a run that did not see it, or edited: never taken for what was seen."""
     with torch.no_grad():
         foreign = DynamicCache()
@@ -521,7 +517,7 @@ def steered(model):
 
 
 @pytest.mark.parametrize("options", [{}, {"num_beams": 2}, {"return_dict_in_generate": True}], ids=str)
-def test_a_result_is_of_the_generation_that_was_meant_or_none(manager, options):
+def test_ambiguous_output_of_two_generations_is_refused(manager, options):
     model = make_model()
     options = {"max_new_tokens": 3, "eos_token_id": None, **GREEDY, **options}
     amount, handle = steered(model)
@@ -545,7 +541,7 @@ def test_a_result_is_of_the_generation_that_was_meant_or_none(manager, options):
 
 @pytest.mark.parametrize("options", [{}, {"num_beams": 2}], ids=str)
 @pytest.mark.parametrize("column", range(8))
-def test_an_output_that_was_edited_anywhere_is_refused(manager, model, column, options):
+def test_edited_output_is_refused_at_any_position(manager, model, column, options):
     """The last column too, of which no forward is seen; in a copy and in the very object."""
     with manager.attach(model) as run:
         out = model.generate(torch.cat([PROMPT, PROMPT + 1]), max_new_tokens=3, eos_token_id=None, **GREEDY, **options)
@@ -561,7 +557,7 @@ def test_an_output_that_was_edited_anywhere_is_refused(manager, model, column, o
         run.result(torch.cat([short, short]))
 
 
-def test_padding_that_was_edited_is_refused(manager, model):
+def test_edited_padding_is_refused(manager, model):
     ids = torch.tensor([[1, 5, 9, 13, 7], [1, 22, 4, 8, 33]])
     with manager.attach(model) as run:
         plain = model.generate(ids, max_new_tokens=6, eos_token_id=None, **GREEDY)
@@ -574,7 +570,7 @@ def test_padding_that_was_edited_is_refused(manager, model):
         run.result(out)
 
 
-def test_a_prompt_that_is_run_again_under_another_mask_is_refused(manager, model):
+def test_rerunning_a_prompt_with_another_mask_is_refused(manager, model):
     """Its columns would keep the scores of the first time, and what follows goes on from the second."""
     mask = (ROWS != PAD).long()
     with torch.no_grad(), manager.attach(model) as run, run.generating(from_column=5):
@@ -585,7 +581,7 @@ def test_a_prompt_that_is_run_again_under_another_mask_is_refused(manager, model
             model(ROWS, past_key_values=cache, attention_mask=mask)
 
 
-def test_a_prompt_that_is_run_again_as_it_was_keeps_its_scores(manager, model):
+def test_rerunning_an_unchanged_prompt_keeps_its_scores(manager, model):
     mask = (ROWS != PAD).long()
     with torch.no_grad(), manager.attach(model) as run, run.generating(from_column=5) as loop:
         model(ROWS[:, :3], past_key_values=DynamicCache(), attention_mask=mask[:, :3])
@@ -597,7 +593,7 @@ def test_a_prompt_that_is_run_again_as_it_was_keeps_its_scores(manager, model):
         check(manager, model, result, row, ids[row].tolist(), n_padding, [(5 - n_padding, 0)])
 
 
-def test_a_cache_that_a_decoder_returns_in_a_tuple_is_followed(manager, model):
+def test_cache_returned_in_a_tuple_is_followed(manager, model):
     cache, ids = DynamicCache(), torch.cat([PROMPT, PROMPT[:, :2]], dim=1)
     with manager.attach(model.model) as run, torch.no_grad():
         model.model(PROMPT, past_key_values=cache, return_dict=False)
@@ -606,7 +602,7 @@ def test_a_cache_that_a_decoder_returns_in_a_tuple_is_followed(manager, model):
     check(manager, model, result, 0, ids[0].tolist(), 0, [(ids.shape[1], 0)])
 
 
-def test_a_turn_of_ids_after_one_of_embeddings_is_its_own_output(manager, model):
+def test_text_turn_after_an_embedding_turn_is_exact(manager, model):
     cache, embeds = DynamicCache(), model.get_input_embeddings()(PROMPT).detach()
     with manager.attach(model) as run:
         first = model.generate(
@@ -618,7 +614,7 @@ def test_a_turn_of_ids_after_one_of_embeddings_is_its_own_output(manager, model)
     check(manager, model, result, 0, out[0].tolist(), 0, [(5, 1), (2, 1)])
 
 
-def test_the_cache_that_a_forward_filled_is_found_by_name_in_a_tuple_or_as_it_was_given():
+def test_filled_cache_is_found_in_an_output_a_tuple_or_the_argument():
     class Own:
         """A cache of remote code, which is none of transformers' classes."""
 

@@ -1,5 +1,4 @@
-"""Every architecture in every mode: exact by the oracle, or refused with a reason. Writes and checks
-docs/compatibility.md.
+"""Every architecture is exact or refused with a reason in every mode; checks docs/compatibility.md.
 
 PROBEMON_WRITE_TABLE=1 python -m pytest tests/tracking/test_compatibility.py        # writes the table anew
 """
@@ -18,7 +17,7 @@ from conftest import OLDEST, PAD, make_pack
 from oracle import check
 from probemon import DynamicProbeManager
 from probemon.adapters import ltm  # noqa: F401  # the automatic classes know it then
-from probemon.errors import NotSupportedDecoding, NotSupportedHost
+from probemon.errors import UnsupportedDecoding, UnsupportedModel
 from probemon.util.files import write_text_atomically
 
 SIZES = {
@@ -128,11 +127,11 @@ def generate(name, model, run_in, mode):
 
 @pytest.mark.filterwarnings("ignore")  # some hosts warn of kernels that are not installed
 @pytest.mark.parametrize("mode", MODES)
-def test_exact_or_refused_with_a_reason(host, mode):
+def test_mode_is_exact_or_refused_with_a_reason(host, mode):
     name, model, manager = host
     try:
         run, out, lines = generate(name, model, manager.attach(model), mode)
-    except NotSupportedDecoding as refusal:
+    except UnsupportedDecoding as refusal:
         entry = f"refused: {str(refusal).split(' is not supported')[0]}"
     except HOST_ERRORS as error:
         model.config.num_hidden_layers = SIZES[
@@ -159,14 +158,14 @@ def test_exact_or_refused_with_a_reason(host, mode):
         *((name, ("attn_out.2",)) for name in ("llama", "gemma3_text", "bart", "mamba")),  # of the last layer, alone
     ],
 )
-def test_sites_inside_a_layer(name, sites, tmp_path):
+def test_sites_inside_a_layer_are_exact_or_refused(name, sites, tmp_path):
     model = make(name)
     # Not normalised: what attention gives can be near zero, and normalising would blow up the host's own last bits.
     pack = make_pack(tmp_path / "p", model, sites=sites, inputs=[{"site": site, "norm": "none"} for site in sites])
     manager = DynamicProbeManager(pack)
     lacking = {"opt": "mlp_out.1", "bart": "mlp_out.1", "bloom": "", "mamba": "", "t5": ""}.get(name)
     if lacking is not None and any(site.startswith(lacking) for site in sites):
-        with pytest.raises(NotSupportedHost, match="|".join(sites)):
+        with pytest.raises(UnsupportedModel, match="|".join(sites)):
             manager.attach(model)
         return
     for mode in ("padded batch", "beams", "prompt lookup"):
@@ -186,7 +185,7 @@ def test_sites_inside_a_layer(name, sites, tmp_path):
 def test_arrangement_is_exact_or_refused(name, tmp_path):
     try:
         ARRANGEMENTS[name](tmp_path)
-    except NotSupportedDecoding as refusal:
+    except UnsupportedDecoding as refusal:
         FOUND[name] = f"refused: {str(refusal).split(' is not supported')[0]}"
     else:
         FOUND[name] = "exact"
@@ -200,7 +199,7 @@ class Bare:
         return None
 
 
-def test_table_in_the_documents_is_what_was_found():
+def test_documented_table_matches_the_outcomes():
     path = Path(__file__).parents[2] / "docs/compatibility.md"
     if OLDEST:
         pytest.skip("the table is of the transformers that is pinned")
@@ -222,80 +221,20 @@ def test_table_in_the_documents_is_what_was_found():
                     notes.append(row[mode])
                 cells.append(f"refused ({notes.index(row[mode]) + 1})")
         lines.append(f"| {name} | " + " | ".join(cells) + " |")
-    text = figures.wrapped(
-        [
-            "# Compatibility",
-            "",
-            (
-                "Written by `PROBEMON_WRITE_TABLE=1 python -m pytest tests/tracking/test_compatibility.py`, checked by"
-                " every test run. *Exact*: every score of every token of every row equals that of one plain forward"
-                " over the final sequence alone, to within 1e-5 in fp32, none missing but the last generated token,"
-                " none extra. The hosts are tiny random models of three layers, tapped at the first and the last, run"
-                f" by transformers {transformers.__version__}."
-            ),
-            "",
-            "| | " + " | ".join(MODES) + " |",
-            "|---" * (len(MODES) + 1) + "|",
-            *lines,
-            "",
-            *(f"{i}. {note}" for i, note in enumerate(notes, 1)),
-            "",
-            (
-                "t5 and bart are encoder-decoders: their decoders' tokens are what is watched. The layers of bloom and"
-                " t5 return tuples."
-            ),
-            "",
-            "Other ways of running a host, on llama unless said otherwise (`tests/support/arrangements.py`):",
-            "",
-            "| | |",
-            "|---|---|",
-            *(f"| {name} | {FOUND[name]} |" for name in ARRANGEMENTS),
-            "",
-            "Hosts that keep on the model where tokens after images stand (`rope_deltas`: qwen2_vl and its kin) answer"
-            " wrongly where a turn goes on from a cache after another conversation: that is refused, where the turn"
-            " before was watched.",
-            "",
-            "transformers 5.24 and newer are not installed beside probemon: they give a forward its cache by another"
-            " name.",
-            "",
-            (
-                "With transformers 5.0.0 (`bash scripts/benchmarks/test_oldest.sh`) the same tests pass, and more is"
-                " refused. By transformers itself: a prompt in chunks, early exit, a draft model or prompt lookup on a"
-                " host with sliding windows. By probemon: continuous batching, whose requests that version keeps"
-                " elsewhere, and beams on a recurrent state, which that version does not reorder."
-            ),
-            "",
-            "## Hosts that remember, run well",
-            "",
-            (
-                "Written by `python scripts/host_recipes.py` (`docs/benchmarks/host_recipes.json`): what the monitor"
-                " sees of tiny random hosts with memory slots or recurrent states, run in the ways of"
-                " [Hosts run well](running-hosts.md). *Exact*: scores, and states or reads of slots beside them, equal"
-                " those of one plain forward of each row to within 1e-5; *within*: to within this bound, where numbers"
-                " round otherwise in a batch; *refused*: by an error that says why. A cell is empty where a host has"
-                " nothing of the kind, or was not watched."
-            ),
-            "",
-            *figures.block("host_recipes.json", "recipes_watched"),
-            "",
-            "## Every architecture of transformers",
-            "",
-            (
-                "Written by `python scripts/benchmarks/architectures.py` (`docs/benchmarks/architectures.json`); a"
-                " sample of it runs with the tests (`tests/host/test_abilities.py`). The hosts are tiny and random,"
-                " of each architecture's own code. *Exact*: every score of every token is that of one plain forward"
-                " over the row's tokens alone. *As run*: the host does not agree with such a forward by itself, even"
-                " without a cache (it looks at tokens that come after, say), and every score is that of a state"
-                " which it had. *Refused*: by a typed error; where that says that the host's own answer is wrong,"
-                " its own logits are away from those of one forward. *The host fails*: it raises without probemon,"
-                " too. A gap is masked columns between a row's tokens, as a row of a batch has that ended early and"
-                " goes on in the next turn."
-            ),
-            "",
-            *figures.block("architectures.json", "architectures"),
-            "",
-        ]
-    )
+    version = transformers.__version__
+    models = f"Tiny random models of three layers, watched at the first and the last, with transformers {version}:"
+    head = ["| | " + " | ".join(MODES) + " |", "|---" * (len(MODES) + 1) + "|"]
+    ways = [f"| {name} | {FOUND[name]} |" for name in ARRANGEMENTS]
+    tables = {
+        "modes": [models, "", *head, *lines, "", *(f"{i}. {note}" for i, note in enumerate(notes, 1))],
+        "arrangements": ["| | |", "|---|---|", *ways],
+    }
+    page = path.read_text(encoding="utf-8")
+    text = page
+    for name, made in tables.items():
+        before, mark, after = text.partition(f"<!-- tested: {name} -->\n")
+        text = f"{before}{mark}\n{figures.wrapped(made)}\n\n{after[after.index('<!-- end of tested -->') :]}"
     if os.environ.get("PROBEMON_WRITE_TABLE"):
         write_text_atomically(path, text)
-    assert path.read_text() == text
+        page = text
+    assert page == text

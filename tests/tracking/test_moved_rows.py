@@ -1,6 +1,4 @@
-"""Rows of a cache that are moved, repeated, dropped, copied or written between turns are followed, unseen or refused,
-and never mixed: also where ids and masks are the same, and only the states differ.
-"""
+"""Cached sequences that are moved, copied, dropped or written are followed, unseen or refused, never mixed up."""
 
 import copy
 
@@ -230,7 +228,7 @@ def trial(host, manager, run, draw, padded):
 
 
 @pytest.mark.filterwarnings("ignore")  # some hosts warn of kernels that are not installed
-def test_rows_moved_between_turns_are_followed_or_unseen_and_never_mixed(watched):
+def test_sequences_moved_between_turns_are_followed_or_unseen_never_mixed(watched):
     name, host, manager = watched
     followed, unseen = dict.fromkeys(OPS, 0), dict.fromkeys(OPS, 0)
     with manager.attach(host.model) as run, torch.no_grad():
@@ -244,7 +242,7 @@ def test_rows_moved_between_turns_are_followed_or_unseen_and_never_mixed(watched
 
 @pytest.mark.parametrize("layers", [None, ["full_attention", "sliding_attention"]], ids=["llama", "windows deeper"])
 @pytest.mark.parametrize("op", OPS)
-def test_rows_that_differ_after_the_last_whole_layer_are_never_mixed(tmp_path, layers, op):
+def test_sequences_that_differ_only_after_the_last_cached_layer_are_never_mixed(tmp_path, layers, op):
     """As of adapters by row in the last layer alone: keys and values are the same, or only a window's differ."""
     name, at = ("llama", 1) if layers is None else ("mixed", 0)
     hosts = [Host(name), Host(name)]
@@ -272,7 +270,7 @@ def test_rows_that_differ_after_the_last_whole_layer_are_never_mixed(tmp_path, l
     assert kept is not None and (set(reasons) <= {LAST, BEFORE} if op != "none" else set(reasons) == {LAST})
 
 
-def test_a_copy_is_known_by_the_columns_that_both_windows_hold(tmp_path):
+def test_cache_copy_is_recognised_by_the_positions_both_windows_hold(tmp_path):
     """Of a window of four the cache keeps three columns, and the original has gone on by one of them."""
     host = Host("window", Host("window"))
     manager = DynamicProbeManager(make_pack(tmp_path / "pack", host.model), keep_top_k=0)
@@ -289,7 +287,7 @@ def test_a_copy_is_known_by_the_columns_that_both_windows_hold(tmp_path):
 @pytest.mark.filterwarnings(
     "ignore:.*is_gradient_checkpointing:FutureWarning", "ignore:.*adapters.*are active:UserWarning"
 )
-def test_rows_with_adapters_of_their_own_are_followed_to_their_new_places(tmp_path):
+def test_sequences_with_their_own_adapters_are_followed_when_moved(tmp_path):
     """The ids of both rows are the same, and only the adapter of each tells them apart."""
     adapters = {"adapter_names": ["loud", "quiet"]}
     settings = {"max_new_tokens": 1, "do_sample": False, "eos_token_id": None}
@@ -315,7 +313,7 @@ def test_rows_with_adapters_of_their_own_are_followed_to_their_new_places(tmp_pa
             assert mine.values.tolist() == theirs.values.tolist(), (order, row)
 
 
-def test_the_ids_of_moved_rows_are_known_when_their_scores_are_forgotten(tmp_path):
+def test_ids_of_moved_sequences_outlive_their_scores(tmp_path):
     model, cache = make_model(), DynamicCache()
     manager = DynamicProbeManager(make_pack(tmp_path / "pack", make_model()), keep_top_k=0)
     settings = {"past_key_values": cache, "do_sample": False, "eos_token_id": None}
@@ -335,7 +333,7 @@ def test_the_ids_of_moved_rows_are_known_when_their_scores_are_forgotten(tmp_pat
 
 
 @pytest.mark.parametrize("change", ["moved", "written"])
-def test_rows_moved_inside_a_loop_by_hand_are_refused(tmp_path, change):
+def test_sequences_moved_inside_a_custom_loop_are_refused(tmp_path, change):
     model, cache, ids = make_model(), DynamicCache(), torch.tensor([[1, 5, 9, 13, 7], [1, 5, 8, 13, 7]])
     manager = DynamicProbeManager(make_pack(tmp_path / "pack", make_model()), keep_top_k=0)
     with manager.attach(model) as run, torch.no_grad(), run.generating(from_column=5) as loop:
@@ -354,7 +352,7 @@ def test_rows_moved_inside_a_loop_by_hand_are_refused(tmp_path, change):
 @pytest.mark.filterwarnings("ignore")  # of kernels that are not installed
 @pytest.mark.parametrize("kind", [MambaConfig, Mamba2Config])
 @pytest.mark.parametrize("change", ["none", "moved", "exchanged"])
-def test_a_recurrent_state_that_is_touched_inside_a_loop_by_hand_is_refused(tmp_path, kind, change):
+def test_recurrent_state_changed_inside_a_custom_loop_is_refused(tmp_path, kind, change):
     """It holds no keys and values to compare, so nobody may touch it between two forwards."""
     sizes = {} if kind is MambaConfig else {"num_heads": 4, "head_dim": 8, "n_groups": 1, "chunk_size": 4}
     torch.manual_seed(0)
@@ -387,7 +385,7 @@ def test_a_recurrent_state_that_is_touched_inside_a_loop_by_hand_is_refused(tmp_
 
 
 @pytest.mark.parametrize("same", [False, True])
-def test_a_copy_of_one_of_two_caches_alike_is_not_taken_for_that_of_the_other(tmp_path, same):
+def test_copy_of_one_of_two_equal_caches_is_not_matched_to_the_other(tmp_path, same):
     """A hook after the last keys and values tells two generations apart, whose caches are the same."""
     model, steered = make_model(layers=2), [0]
     manager = DynamicProbeManager(make_pack(tmp_path / "pack", model, sites=("resid_post.1",)), keep_top_k=0)

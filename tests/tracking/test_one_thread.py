@@ -1,4 +1,4 @@
-"""A run that watches one thread: others may generate, each with a run of its own, and neither knows of the other."""
+"""A one_thread run sees only its own thread; others may generate with separate runs."""
 
 import threading
 
@@ -8,7 +8,7 @@ import torch
 
 from conftest import n_hooks
 from probemon import DynamicProbeManager
-from probemon.errors import ConfigError, NotSupportedDecoding
+from probemon.errors import ConfigError, UnsupportedDecoding
 from probemon.tracking.watched_threads import WatchedThreads
 
 PROMPTS = [torch.tensor([[1, 5, 9, 14, 20]]), torch.tensor([[1, 33, 8]])]
@@ -24,7 +24,7 @@ def watched(manager, model, ids, rules, **attach):
     return run.result(out), met, len(run.recordings)
 
 
-def test_runs_of_one_thread_each_see_their_own_generation_and_nothing_of_the_other(model, pack):
+def test_one_thread_runs_see_only_their_own_generation(model, pack):
     manager, rules = DynamicProbeManager(pack), (["c5", "c7"], ["c9"])
     alone = [watched(manager, model, ids, own) for ids, own in zip(PROMPTS, rules, strict=True)]
     before, gate, made = n_hooks(model), threading.Barrier(2, timeout=60), {}
@@ -50,7 +50,7 @@ def test_runs_of_one_thread_each_see_their_own_generation_and_nothing_of_the_oth
     assert n_hooks(model) == before
 
 
-def test_what_other_threads_run_is_not_recorded(model, pack):
+def test_forwards_of_other_threads_are_not_recorded(model, pack):
     with DynamicProbeManager(pack).attach(model, one_thread=True) as run:
         run.on("c5", above=0.1, action="stop")
 
@@ -66,7 +66,7 @@ def test_what_other_threads_run_is_not_recorded(model, pack):
     assert len(run.recordings) == 1 and len(run.result(out)) == out.shape[1]
 
 
-def test_loops_by_hand_of_other_threads_and_continuous_batching_are_refused(model, pack):
+def test_one_thread_run_refuses_other_threads_loops_and_batching(model, pack):
     raised = []
     with DynamicProbeManager(pack).attach(model, one_thread=True) as run:
 
@@ -79,12 +79,12 @@ def test_loops_by_hand_of_other_threads_and_continuous_batching_are_refused(mode
         thread = threading.Thread(target=work)
         thread.start()
         thread.join()
-        with pytest.raises(NotSupportedDecoding, match="one_thread"):
+        with pytest.raises(UnsupportedDecoding, match="one_thread"):
             model.generate_batch([[1, 5, 9]], max_new_tokens=2)
     assert len(raised) == 1 and "one_thread" in raised[0]
 
 
-def test_a_thread_that_has_the_number_of_one_that_ended_is_another():
+def test_reused_thread_number_is_a_different_thread():
     threads, numbers, others = WatchedThreads(one_thread=True), [], []
 
     def attach():

@@ -1,4 +1,4 @@
-"""Each of these classes alone assigns its attributes: what fills a recording, or stops a row, is in one file."""
+"""Only the owning class assigns the attributes of a recording or a generation."""
 
 import ast
 import dataclasses
@@ -87,11 +87,11 @@ MODULES = [
 
 
 @pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_only_its_own_class_changes_what_a_recording_or_a_generation_holds(path):
+def test_only_the_owning_class_writes_recordings_and_generations(path):
     assert not list(foreign_writes(ast.parse(path.read_text(encoding="utf-8"))))
 
 
-def test_the_modules_that_hold_recordings_are_read():
+def test_modules_that_hold_recordings_are_checked():
     names = {str(path.relative_to(PACKAGE)) for path in MODULES}
     assert {"tracking/watcher.py", "tracking/recording.py", "monitor/run.py", "adapters/routing/monitor.py"} <= names
     assert {"retained", "earlier", "done", "stop_all", "stop_column", "raising", "frontier"} <= ATTRIBUTES
@@ -117,12 +117,12 @@ def test_the_modules_that_hold_recordings_are_read():
         "generation.states[0].rule_states[1][2] = 3",
     ],
 )
-def test_a_write_by_another_is_found(line):
+def test_write_by_another_class_is_detected(line):
     assert list(foreign_writes(ast.parse(f"def f(self):\n    {line}" if ";" in line else line)))
 
 
 @pytest.mark.parametrize(
     "line", ["self.done = True", "self.placed.append(1)", "recording.close()", "done = recording.done; done = 3"]
 )
-def test_its_own_writes_and_what_is_read_are_not(line):
+def test_own_writes_and_reads_are_allowed(line):
     assert not list(foreign_writes(ast.parse(f"def f(self):\n    {line}")))

@@ -1,6 +1,4 @@
-"""What looks calm is calm: prompts that change on their way, padding that is read, layers past the hooks, runs in which
-nothing was watched.
-"""
+"""Silence is real: changed prompts, padding read as text, bypassed hooks and unwatched runs are reported."""
 
 import copy
 import threading
@@ -27,7 +25,7 @@ from hears import hears
 from probemon import DynamicProbeManager
 from probemon.adapters.bem import BemConfig, attach_bem
 from probemon.adapters.ltm import attach_memory
-from probemon.errors import AlignmentError, NotSupportedDecoding
+from probemon.errors import AlignmentError, UnsupportedDecoding
 from probemon.monitor.sinks import MemorySink
 
 IDS = torch.tensor([[1, 44, 3, 17, 8, 9, 10, 11]])
@@ -47,7 +45,7 @@ def ruled(run, events):
 @pytest.mark.parametrize(
     "change", [lambda ids: ids[:, -5:], lambda ids: torch.cat([ids[:, :3], ids], dim=1)], ids=["shorter", "longer"]
 )
-def test_a_generate_on_the_instance_that_changes_the_prompt_is_an_error(manager, change):
+def test_wrapped_generate_that_changes_the_prompt_is_an_error(manager, change):
     model, events = make_model(), []
     original = model.generate
     model.generate = types.MethodType(lambda self, ids, **settings: original(change(ids), **settings), model)
@@ -57,7 +55,7 @@ def test_a_generate_on_the_instance_that_changes_the_prompt_is_an_error(manager,
     assert not events
 
 
-def test_a_generate_on_the_instance_that_changes_nothing_is_followed(manager):
+def test_wrapped_generate_that_changes_nothing_is_tracked(manager):
     model, events = make_model(), []
     original = model.generate
     model.generate = types.MethodType(lambda self, ids, **settings: original(ids, **settings), model)
@@ -68,14 +66,14 @@ def test_a_generate_on_the_instance_that_changes_nothing_is_followed(manager):
 
 
 @pytest.mark.parametrize("masked", [True, False])
-def test_a_prompt_that_ends_in_padding_is_refused(manager, masked):
+def test_prompt_that_ends_in_padding_is_refused(manager, masked):
     """Its first token would be read off the padding. Without a mask, transformers makes one of the padding's ids."""
     ids = IDS.repeat(2, 1)
     ids[1, 5:] = 0
     given = {"attention_mask": (ids != 0).long()} if masked else {}
     with (
         manager.attach(model := make_model()),
-        pytest.raises(NotSupportedDecoding, match=r"row 1 ends in padding.*padding_side"),
+        pytest.raises(UnsupportedDecoding, match=r"row 1 ends in padding.*padding_side"),
     ):
         model.generate(ids, pad_token_id=0, **given, **GREEDY)
 
@@ -89,13 +87,13 @@ def hosts_without_masks():
     yield FNetForMaskedLM(FNetConfig(max_position_embeddings=64, **sizes)).eval()
 
 
-def test_padding_that_the_decoder_is_not_told_of_is_refused(tmp_path):
+def test_padding_that_the_decoder_does_not_mask_is_refused(tmp_path):
     for at, model in enumerate(hosts_without_masks()):
         manager = DynamicProbeManager(make_pack(tmp_path / str(at), model))
         ids = torch.tensor([[1, 44, 3, 17, 8], [1, 21, 0, 0, 0]])
         with manager.attach(model) as run, torch.no_grad():
             for padded in (ids, ids.flip(1)):
-                with pytest.raises(NotSupportedDecoding, match="mask"):
+                with pytest.raises(UnsupportedDecoding, match="mask"):
                     model(input_ids=padded, attention_mask=(padded != 0).long())
             model(input_ids=ids[:1], attention_mask=torch.ones_like(ids[:1]))
         assert len(run.result(ids[:1])) == 5
@@ -112,7 +110,7 @@ def by_another_decoder(model):
 
 
 @pytest.mark.parametrize("way", [past_the_hooks, by_another_decoder])
-def test_layers_that_run_past_the_decoder_are_told(manager, way, caplog):
+def test_layers_run_outside_the_decoder_are_reported(manager, way, caplog):
     model, sink = make_model(), MemorySink()
     act = way(model)
     with torch.no_grad(), manager.attach(model):
@@ -121,7 +119,7 @@ def test_layers_that_run_past_the_decoder_are_told(manager, way, caplog):
     assert caplog.text.count("outside of a forward of LlamaModel") == 1
     with (
         torch.no_grad(),
-        pytest.raises(NotSupportedDecoding, match="outside of a forward"),
+        pytest.raises(UnsupportedDecoding, match="outside of a forward"),
         manager.attach(model) as run,
     ):
         run.follow(sink)
@@ -129,7 +127,7 @@ def test_layers_that_run_past_the_decoder_are_told(manager, way, caplog):
 
 
 @pytest.mark.parametrize("way", [past_the_hooks, by_another_decoder])
-def test_health_counts_the_forwards_that_ran_layers_past_the_decoder(two_sites, way):
+def test_health_counts_forwards_that_ran_layers_outside_the_decoder(two_sites, way):
     """Once each, at however many sites; few beside what was seen are a warning, and all there was is a failure."""
     model = make_model()
     act, many = way(model), IDS.repeat(40, 40)[:, :100]
@@ -146,7 +144,7 @@ def test_health_counts_the_forwards_that_ran_layers_past_the_decoder(two_sites, 
 
 @pytest.mark.parametrize("broken", ["before the first layer", "after the last"])
 @pytest.mark.parametrize("way", ["plain", "generate"])
-def test_layers_after_a_forward_that_raised_are_none_of_its_layers(manager, way, broken):
+def test_layers_run_after_a_failed_forward_do_not_belong_to_it(manager, way, broken):
     model = make_model()
     part = model.model.embed_tokens if broken == "before the first layer" else model.model.norm
 
@@ -165,7 +163,7 @@ def test_layers_after_a_forward_that_raised_are_none_of_its_layers(manager, way,
     assert not run.result(IDS[:, :5]).coverage.n_unseen
     events = []
     with (
-        pytest.raises(NotSupportedDecoding, match="ran outside of a forward"),
+        pytest.raises(UnsupportedDecoding, match="ran outside of a forward"),
         manager.attach(model) as run,
         torch.no_grad(),
     ):
@@ -176,7 +174,7 @@ def test_layers_after_a_forward_that_raised_are_none_of_its_layers(manager, way,
 
 
 @pytest.mark.filterwarnings("ignore:.*checkpointing:FutureWarning")
-def test_gradient_checkpointing_runs_layers_again_and_that_is_no_token(manager, caplog):
+def test_gradient_checkpointing_reruns_add_no_token(manager, caplog):
     model = make_model()
     model.gradient_checkpointing_enable()
     model.train()
@@ -190,7 +188,7 @@ def test_gradient_checkpointing_runs_layers_again_and_that_is_no_token(manager, 
 
 
 @pytest.mark.filterwarnings("default")
-def test_a_run_with_rules_that_watched_nothing_warns(manager):
+def test_run_with_rules_that_watched_nothing_warns(manager):
     model = make_model()
     other, sink = copy.deepcopy(model), MemorySink()
     with pytest.warns(UserWarning, match="0 rules and 1 sink set.*not to a copy"), manager.attach(other) as run:
@@ -204,7 +202,7 @@ def test_a_run_with_rules_that_watched_nothing_warns(manager):
     assert not sink.batches
 
 
-def test_tokens_of_which_no_rule_was_asked_are_counted(manager):
+def test_tokens_that_no_rule_was_evaluated_on_are_counted(manager):
     model, events = make_model(), []
     steps = iter(range(100))
 
@@ -231,7 +229,7 @@ def test_tokens_of_which_no_rule_was_asked_are_counted(manager):
 @pytest.mark.filterwarnings(
     "ignore:.*is_gradient_checkpointing:FutureWarning", "ignore:.*adapters.*are active:UserWarning"
 )
-def test_an_adapter_that_changes_between_two_turns_is_told(manager):
+def test_adapter_changed_between_turns_is_reported(manager):
     """What an earlier turn put into the cache, and its scores, are of the adapter that was on then."""
     config = peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)
     model = peft.get_peft_model(make_model(), config, adapter_name="one")
@@ -249,9 +247,9 @@ def test_an_adapter_that_changes_between_two_turns_is_told(manager):
         )
         again = model.generate(input_ids=torch.cat([fourth, IDS[:, :1]], dim=1), **GREEDY)
         model.base_model.model.model.layers[0].self_attn.q_proj.set_scale("two", 1.0)
-    assert run.result(fourth).host != run.result(third).host and not run.result(again).host_changed
-    assert not run.result(second).host_changed
-    assert run.result(third).host.adapters == ("two",) and run.result(third).host_changed
+    assert run.result(fourth).host != run.result(third).host and not run.result(again).model_changed
+    assert not run.result(second).model_changed
+    assert run.result(third).host.adapters == ("two",) and run.result(third).model_changed
 
 
 @pytest.fixture
@@ -269,7 +267,7 @@ ADAPTED = pytest.mark.filterwarnings(
 
 
 @ADAPTED
-def test_an_adapter_that_is_switched_and_switched_back_is_told(manager, two_adapters):
+def test_adapter_switched_and_switched_back_is_reported(manager, two_adapters):
     """At the end the host is what it was, and some tokens are of another."""
     with torch.no_grad(), manager.attach(two_adapters) as run:
         run.follow(lambda placed, scores: two_adapters.set_adapter("two" if placed.columns.max() == 8 else "one"))
@@ -284,8 +282,8 @@ def test_an_adapter_that_is_switched_and_switched_back_is_told(manager, two_adap
                 with two_adapters.disable_adapter() if disables else nullcontext():
                     out = two_adapters(token, past_key_values=cache)
     assert two_adapters.active_adapter == "one"
-    assert run.result(switched).host.adapters == ("one",) and run.result(switched).host_changed
-    assert run.result(ids).host_changed
+    assert run.result(switched).host.adapters == ("one",) and run.result(switched).model_changed
+    assert run.result(ids).model_changed
 
 
 def host_check(run):
@@ -294,13 +292,11 @@ def host_check(run):
 
 
 @ADAPTED
-def test_health_says_that_the_host_changed_between_generations_and_does_not_forget_that_it_did_within_one(
-    manager, two_adapters
-):
+def test_health_reports_model_changes_between_and_within_generations(manager, two_adapters):
     with torch.no_grad(), manager.attach(two_adapters, keep_tokens=8) as run:
         for _ in range(2):
             two_adapters.generate(input_ids=IDS, **GREEDY)
-        assert host_check(run) == ("ok", "no weights, adapters or settings of the host are known to have changed")
+        assert host_check(run) == ("ok", "no weights, adapters or settings of the model are known to have changed")
         two_adapters.set_adapter("two")
         two_adapters.generate(input_ids=IDS, **GREEDY)
         said = "changed once after the attach, between generations or documents (adapters was ('one',), is ('two',);"
@@ -314,7 +310,7 @@ def test_health_says_that_the_host_changed_between_generations_and_does_not_forg
         run.follow(lambda placed, scores: two_adapters.set_adapter("one") if switch and switch.pop() else None)
         switched = two_adapters.generate(input_ids=IDS, **GREEDY)
         within = host_check(run)
-        said = "weights, adapters or settings of the host changed within a generation or a document"
+        said = "weights, adapters or settings of the model changed within a generation or a document"
         assert within[0] == "warning" and within[1].startswith(f"{said} (adapters was ('two',), is ('one',);")
         kept = run.recordings[-1]
         two_adapters.generate(input_ids=IDS + 1, **GREEDY)
@@ -324,9 +320,7 @@ def test_health_says_that_the_host_changed_between_generations_and_does_not_forg
 
 @pytest.mark.parametrize("strict", [False, True])
 @pytest.mark.parametrize("entered", [False, True])
-def test_a_host_that_is_replaced_before_its_first_generation_is_not_the_one_that_was_compared(
-    tmp_path, strict, entered
-):
+def test_model_replaced_before_its_first_generation_is_reported(tmp_path, strict, entered):
     """Whether that is before the block of the run or in it."""
     model, other = make_model(), make_model(seed=1)
     manager = DynamicProbeManager(make_pack(tmp_path / "pack", model))
@@ -334,7 +328,7 @@ def test_a_host_that_is_replaced_before_its_first_generation_is_not_the_one_that
         run = manager.attach(model, strict=strict)
         if entered:
             stack.enter_context(run)
-            assert host_check(run) == ("ok", "no weights, adapters or settings of the host are known to have changed")
+            assert host_check(run) == ("ok", "no weights, adapters or settings of the model are known to have changed")
         model.load_state_dict(other.state_dict())
         if not entered:
             stack.enter_context(run)
@@ -344,7 +338,7 @@ def test_a_host_that_is_replaced_before_its_first_generation_is_not_the_one_that
 
 
 @ADAPTED
-def test_what_changed_in_a_turn_that_is_forgotten_stays_known_of_the_turns_after_it(manager, two_adapters):
+def test_change_in_a_forgotten_turn_stays_known_for_later_turns(manager, two_adapters):
     with torch.no_grad(), manager.attach(two_adapters, keep_tokens=4) as run:
         cache = DynamicCache()
         first = two_adapters.generate(input_ids=IDS, past_key_values=cache, **GREEDY)
@@ -352,20 +346,20 @@ def test_what_changed_in_a_turn_that_is_forgotten_stays_known_of_the_turns_after
         second = torch.cat([first, IDS[:, :1]], dim=1)
         second = two_adapters.generate(input_ids=second, past_key_values=cache, **{**GREEDY, "max_new_tokens": 9})
         [recording] = run.recordings
-        assert recording.n_forgotten and recording.host_changed and run.result(second).host_changed
+        assert recording.n_forgotten and recording.model_changed and run.result(second).model_changed
         recording.forget(recording.n_kept, keep_ids=0)
-        assert recording.earlier is None and recording.host_changed and host_check(run)[0] == "warning"
+        assert recording.earlier is None and recording.model_changed and host_check(run)[0] == "warning"
 
 
 @ADAPTED
-def test_an_adapter_whose_scale_changes_within_a_generation_is_told(manager, two_adapters):
+def test_adapter_scale_changed_within_a_generation_is_reported(manager, two_adapters):
     """No weight is written to, and the same adapter stays on."""
     layer = next(module for module in two_adapters.modules() if hasattr(module, "base_layer"))
     with manager.attach(two_adapters) as run:
         same = two_adapters.generate(input_ids=IDS, **GREEDY)
         run.follow(lambda placed, scores: layer.scaling.update(one=3.0))
         scaled = two_adapters.generate(input_ids=IDS, **GREEDY)
-    assert [run.result(out, generation=n).host_changed for n, out in enumerate((same, scaled))] == [False, True]
+    assert [run.result(out, generation=n).model_changed for n, out in enumerate((same, scaled))] == [False, True]
 
 
 def exchange_adapters(layers):
@@ -388,7 +382,7 @@ IN_SINGLE_LAYERS = {
 @ADAPTED
 @pytest.mark.filterwarnings("ignore:.*this model's weights are others")
 @pytest.mark.parametrize("said", IN_SINGLE_LAYERS)
-def test_adapters_that_change_in_single_layers_are_told(manager, two_adapters, said):
+def test_adapters_changed_in_single_layers_are_reported(manager, two_adapters, said):
     """Names, scales and what is merged stay what they were, over the whole host."""
     layers = [module for module in two_adapters.modules() if hasattr(module, "base_layer")]
     layers[1].set_adapter("two")
@@ -403,11 +397,11 @@ def test_adapters_that_change_in_single_layers_are_told(manager, two_adapters, s
         assert f"model.layers.0.self_attn.{said}" in host_check(run)[1]
         second = torch.cat([first, IDS[:, :1]], dim=1)
         second = two_adapters.generate(input_ids=second, past_key_values=cache, **GREEDY)
-    assert run.result(second).host_changed
+    assert run.result(second).model_changed
 
 
 @ADAPTED
-def test_what_rows_run_is_named_with_its_scales_and_told_when_it_changes(manager, two_adapters):
+def test_adapters_run_by_sequence_are_named_and_their_changes_reported(manager, two_adapters):
     """Neither row runs the adapter that is active."""
     layer, by_row = next(module for module in two_adapters.modules() if hasattr(module, "base_layer")), ["two"] * 2
     with manager.attach(two_adapters) as run:
@@ -423,7 +417,7 @@ def test_what_rows_run_is_named_with_its_scales_and_told_when_it_changes(manager
 
 
 @ADAPTED
-def test_a_scale_that_no_row_runs_is_told_since_a_later_row_may(manager, two_adapters):
+def test_scale_of_an_unused_adapter_is_reported_when_changed(manager, two_adapters):
     layer = next(module for module in two_adapters.modules() if hasattr(module, "base_layer"))
     with manager.attach(two_adapters) as run:
         two_adapters.generate(input_ids=IDS, **GREEDY)
@@ -435,9 +429,7 @@ def test_a_scale_that_no_row_runs_is_told_since_a_later_row_may(manager, two_ada
 @ADAPTED
 @pytest.mark.filterwarnings("ignore:.*this model's weights are others")
 @pytest.mark.parametrize("attached_in_the_block", [True, False])
-def test_a_merged_adapter_of_disabled_layers_does_not_run_and_is_not_told_as_a_change(
-    manager, two_adapters, attached_in_the_block
-):
+def test_merged_adapter_of_disabled_layers_is_not_reported_as_a_change(manager, two_adapters, attached_in_the_block):
     """PEFT takes it out of the weights in the first forward, within the generation."""
     two_adapters.merge_adapter()
     with ExitStack() as stack:
@@ -448,19 +440,19 @@ def test_a_merged_adapter_of_disabled_layers_does_not_run_and_is_not_told_as_a_c
             stack.enter_context(two_adapters.disable_adapter())
         out = two_adapters.generate(input_ids=IDS, **GREEDY)
         host = run.result(out).host
-        assert not run.result(out).host_changed and host_check(run)[0] == "ok"
+        assert not run.result(out).model_changed and host_check(run)[0] == "ok"
     assert (host.adapters, host.adapters_disabled, host.adapters_merged) == ((), ("one",), ())
 
 
 @ADAPTED
-def test_an_adapter_that_changes_within_a_document_or_a_request_is_told(manager, two_adapters):
+def test_adapter_changed_within_a_document_or_request_is_reported(manager, two_adapters):
     host, cache = two_adapters.get_base_model(), DynamicCache()
     with torch.no_grad(), manager.attach(two_adapters) as run:
         two_adapters(IDS, past_key_values=DynamicCache())
         two_adapters(IDS[:, :2], past_key_values=cache)
         two_adapters.set_adapter("two")
         two_adapters(IDS[:, 2:], past_key_values=cache)
-    assert [run.result(IDS, generation=n).host_changed for n in (0, 1)] == [False, True]
+    assert [run.result(IDS, generation=n).model_changed for n in (0, 1)] == [False, True]
     if OLDEST:  # continuous batching is refused there
         return
     batching = {"generation_config": GenerationConfig(max_new_tokens=4, eos_token_id=60, pad_token_id=PAD)}
@@ -473,11 +465,11 @@ def test_an_adapter_that_changes_within_a_document_or_a_request_is_told(manager,
             if switches:
                 run.follow(lambda placed, scores: two_adapters.set_adapter("one"))
             outputs = host.generate_batch(IDS.tolist(), progress_bar=False, **batching)
-        changed.append(run.result(outputs).host_changed)
+        changed.append(run.result(outputs).model_changed)
     assert changed == [False, True]
 
 
-def test_weights_that_are_written_to_between_two_turns_are_told(manager):
+def test_weights_written_between_turns_are_reported(manager):
     host, cache, layer = make_model(), DynamicCache(), "model.layers.0.mlp.down_proj"
     with manager.attach(host) as run:
         first = host.generate(IDS, past_key_values=cache, **GREEDY)
@@ -487,13 +479,13 @@ def test_weights_that_are_written_to_between_two_turns_are_told(manager):
         third = host.generate(torch.cat([second, IDS[:, :1]], dim=1), past_key_values=cache, **GREEDY)
         host.get_submodule(layer).weight = torch.nn.Parameter(host.get_submodule(layer).weight.detach() / 2)
         fourth = host.generate(torch.cat([third, IDS[:, :1]], dim=1), **GREEDY)
-    assert [run.result(out).host_changed for out in (first, second, third, fourth)] == [False, False, True, False]
+    assert [run.result(out).model_changed for out in (first, second, third, fourth)] == [False, False, True, False]
     cache = DynamicCache()
     with torch.no_grad(), manager.attach(host) as run:
         host(IDS[:, :2], past_key_values=cache)
         host.get_submodule(layer).weight.mul_(2)
         host(IDS[:, 2:], past_key_values=cache)
-    assert run.result(IDS).host_changed
+    assert run.result(IDS).model_changed
 
 
 class Half(torch.nn.Module):
@@ -531,26 +523,26 @@ SETTINGS = {
 
 @pytest.mark.parametrize("said", SETTINGS)
 @pytest.mark.parametrize("strict", [False, True])
-def test_a_setting_that_changes_between_two_turns_is_told_by_name(manager, said, strict):
+def test_setting_changed_between_turns_is_reported_by_name(manager, said, strict):
     """No weight is written to: every other look would find the same host."""
     host, cache = make_model(), DynamicCache()
     host.model.layers[0].self_attn.attention_dropout = 0.5  # which acts in training alone
     with manager.attach(host, strict=strict) as run:
         first = host.generate(IDS, past_key_values=cache, **GREEDY)
         second = host.generate(torch.cat([first, IDS[:, :1]], dim=1), past_key_values=cache, **GREEDY)
-        assert host_check(run) == ("ok", "no weights, adapters or settings of the host are known to have changed")
+        assert host_check(run) == ("ok", "no weights, adapters or settings of the model are known to have changed")
         SETTINGS[said](host)
         fresh = host.generate(IDS + 1, **GREEDY)
         between = host_check(run)
         assert between[0] == ("warning" if strict else "ok") and said in between[1]
         third = host.generate(torch.cat([second, IDS[:, :1]], dim=1), past_key_values=cache, **GREEDY)
-    assert [run.result(out).host_changed for out in (first, second, fresh, third)] == [False, False, False, True]
+    assert [run.result(out).model_changed for out in (first, second, fresh, third)] == [False, False, False, True]
     within = host_check(run)
     assert within[0] == "warning" and said in within[1]
 
 
 @ADAPTED
-def test_a_routed_adapter_that_learns_and_a_memory_that_is_taken_off_are_told(manager):
+def test_changes_of_a_routed_adapter_or_memory_are_reported(manager):
     """They are no modules of the host, and its states follow from them as from its own weights."""
 
     def learn(bem):
@@ -569,18 +561,18 @@ def test_a_routed_adapter_that_learns_and_a_memory_that_is_taken_off_are_told(ma
         third = turn(host, second, cache)
         run.follow(lambda placed, scores: learn(bem))
         fourth = turn(host, IDS, DynamicCache())
-    assert [run.result(out).host_changed for out in (first, second, third, fourth)] == [False, False, True, True]
+    assert [run.result(out).model_changed for out in (first, second, third, fourth)] == [False, False, True, True]
     host, cache = make_model(), DynamicCache()
     with manager.attach(host) as run:
         with attach_memory(host, layer=0, slots=4, segment=3):
             first = turn(host, IDS, cache)
             second = turn(host, first, cache)
         third = turn(host, second, cache)
-    assert [run.result(out).host_changed for out in (first, second, third)] == [False, False, True]
+    assert [run.result(out).model_changed for out in (first, second, third)] == [False, False, True]
 
 
 @ADAPTED
-def test_an_adaption_prompt_is_named_while_it_is_on(manager):
+def test_adaption_prompt_is_named_while_it_is_on(manager):
     adapted = peft.get_peft_model(
         make_model(), peft.AdaptionPromptConfig(adapter_len=3, adapter_layers=2, task_type="CAUSAL_LM")
     ).eval()
@@ -591,7 +583,7 @@ def test_an_adaption_prompt_is_named_while_it_is_on(manager):
     assert run.result(on).host.adapters == ("adaption_prompt",) and run.result(off).host.adapters == ()
 
 
-def test_a_token_that_a_later_turn_masks_stays_a_token(manager, model):
+def test_token_masked_by_a_later_turn_stays_a_token(manager, model):
     """It was run and scored, and what came right after it read it."""
     cache = DynamicCache()
     with manager.attach(model) as run:
@@ -607,7 +599,7 @@ def test_a_token_that_a_later_turn_masks_stays_a_token(manager, model):
 
 
 @pytest.mark.parametrize("guard_last", [True, False])
-def test_a_row_that_one_run_stops_has_ended_for_all(manager, guard_last):
+def test_sequence_stopped_by_one_run_has_ended_for_all(manager, guard_last):
     """Whichever was attached first: what follows is padding, which no run scores and no rule is asked of."""
     model, columns = make_model(), []
     ids = torch.tensor([[1, 9, 5, 6, 7], [8, 9, 5, 6, 7]])
@@ -632,7 +624,7 @@ def test_a_row_that_one_run_stops_has_ended_for_all(manager, guard_last):
     assert guard.result(out).coverage.totals() == audit.result(out).coverage.totals()
 
 
-def test_a_run_that_ends_while_another_thread_generates_warns(manager):
+def test_run_that_ends_while_another_thread_generates_warns(manager):
     model, begun, go_on = make_model(), threading.Event(), threading.Event()
 
     class Pausing(StoppingCriteria):
@@ -653,18 +645,18 @@ def test_a_run_that_ends_while_another_thread_generates_warns(manager):
     other.join()
 
 
-def test_stopping_criteria_where_the_run_does_not_watch_are_an_error(manager):
+def test_stopping_criteria_of_an_unwatched_generate_are_an_error(manager):
     model, other = make_model(), make_model(seed=3)
     with manager.attach(model) as run:
         ruled(run, [])
         model.generate(IDS, **GREEDY, stopping_criteria=run.stopping_criteria)
-        with pytest.raises(NotSupportedDecoding, match="does not watch this generate"):
+        with pytest.raises(UnsupportedDecoding, match="does not watch this generate"):
             other.generate(IDS, **GREEDY, stopping_criteria=run.stopping_criteria)
-    with pytest.raises(NotSupportedDecoding, match="does not watch this generate"):
+    with pytest.raises(UnsupportedDecoding, match="does not watch this generate"):
         model.generate(IDS, **GREEDY, stopping_criteria=run.stopping_criteria)
 
 
-def test_a_token_where_a_row_of_the_cache_has_padding_is_refused(manager):
+def test_token_at_a_cached_padding_position_is_refused(manager):
     model, cache = make_model(), DynamicCache()
     ids = torch.tensor([[0, 0, 9, 13, 7], [0, 0, 9, 13, 7]])
     mask = torch.tensor([[0, 0, 1, 1, 1], [0, 1, 1, 1, 1]])
@@ -715,7 +707,7 @@ def rotate(decoder):
     ],
     ids=["exchanged", "removed", "rotated", "wrapped"],
 )
-def test_a_layer_that_stands_elsewhere_now_is_not_read_as_the_one_of_its_site(manager, change, way):
+def test_moved_layer_is_not_read_as_the_one_of_its_site(manager, change, way):
     """Its hook runs on, and its states are those of another depth than the pack was made for."""
     host, gaps = make_model(), []
     for told in ({}, {"on_gap": "report", "followers": [hears(gap=gaps.append)]}):
@@ -748,7 +740,7 @@ def wrap_part(layers, name):
 
 @pytest.mark.parametrize("change", [exchange_parts, wrap_part])
 @pytest.mark.parametrize("site", ["mlp_out.1", "attn_out.1"])
-def test_a_block_of_a_layer_that_stands_elsewhere_now_is_not_read_as_the_one_of_its_site(tmp_path, site, change):
+def test_moved_block_of_a_layer_is_not_read_as_the_one_of_its_site(tmp_path, site, change):
     host, name = make_model(), "mlp" if site == "mlp_out.1" else "self_attn"
     manager = DynamicProbeManager(make_pack(tmp_path / "blocks", host, sites=(site,)))
     with manager.attach(host, on_gap="report") as run, torch.no_grad():
@@ -760,7 +752,7 @@ def test_a_block_of_a_layer_that_stands_elsewhere_now_is_not_read_as_the_one_of_
 
 
 @pytest.mark.parametrize("site", ["mlp_out.1", "attn_out.1"])
-def test_a_block_in_which_something_changed_still_stands_there(tmp_path, site):
+def test_block_compiled_in_place_is_still_read(tmp_path, site):
     host, name = make_model(), "mlp" if site == "mlp_out.1" else "self_attn"
     manager = DynamicProbeManager(make_pack(tmp_path / "blocks", host, sites=(site,)))
     with manager.attach(host) as run, torch.no_grad():
@@ -770,7 +762,7 @@ def test_a_block_in_which_something_changed_still_stands_there(tmp_path, site):
     assert run.result(IDS).coverage.n_unseen == 0
 
 
-def test_a_layer_that_was_compiled_in_its_place_still_stands_there(manager):
+def test_layer_compiled_in_place_is_still_read(manager):
     host = make_model()
     with manager.attach(host) as run, torch.no_grad():
         host.model.layers[1] = torch.compile(host.model.layers[1], backend="eager")

@@ -1,6 +1,4 @@
-"""What a tapped module gives must be what the pack reads: one state a token, of its width, once in a forward. Else
-nothing is scored.
-"""
+"""A tapped module must give one hidden state per token, of the pack's width, once per forward; else an error."""
 
 import copy
 
@@ -10,7 +8,7 @@ import torch
 from conftest import HIDDEN, make_model, make_pack, n_hooks
 from corpora import make_tokenizer, random_texts
 from probemon import DynamicProbeManager
-from probemon.errors import AlignmentError, NotSupportedHost, ProbemonError
+from probemon.errors import AlignmentError, ProbemonError, UnsupportedModel
 from probemon.monitor.sinks import MemorySink
 
 PROMPT = torch.tensor([[1, 5, 9, 13, 7], [1, 4, 8, 3, 6]])
@@ -116,33 +114,33 @@ def weights_of_a_changed_host():
 
 
 @pytest.mark.parametrize("bend", BENDS)
-def test_states_that_are_none_of_the_packs_are_refused_wherever_they_are_scored(bend, tmp_path):
+def test_unsuitable_hidden_states_are_refused_wherever_they_are_scored(bend, tmp_path):
     manager, host = DynamicProbeManager(pack_of(tmp_path)), bent(bend)
     hooks = n_hooks(host)
-    refused(manager, lambda: host, NotSupportedHost, r"resid_post\.1 gives")
-    with pytest.raises(NotSupportedHost, match=r"resid_post\.1 gives"):
+    refused(manager, lambda: host, UnsupportedModel, r"resid_post\.1 gives")
+    with pytest.raises(UnsupportedModel, match=r"resid_post\.1 gives"):
         manager.analyze(host, make_tokenizer(), random_texts(3), tmp_path / "out")
     assert n_hooks(host) == hooks
 
 
 @pytest.mark.parametrize("impl", ["cpu", "numba", "reference"])
 @pytest.mark.parametrize("bend", ["narrower", "wider", "one value"])
-def test_no_kernel_is_given_states_of_another_width(bend, impl, tmp_path):
+def test_no_kernel_gets_hidden_states_of_another_width(bend, impl, tmp_path):
     manager = DynamicProbeManager(pack_of(tmp_path), impl=impl)
-    refused(manager, lambda: bent(bend), NotSupportedHost, "values a token, the pack reads 16")
+    refused(manager, lambda: bent(bend), UnsupportedModel, "values a token, the pack reads 16")
 
 
 @pytest.mark.parametrize("bend", ["narrower", "several streams", "a token too many"])
-def test_states_that_change_in_the_middle_of_a_generation_are_refused_there(bend, tmp_path):
+def test_hidden_states_that_change_during_a_generation_are_refused(bend, tmp_path):
     manager = DynamicProbeManager(pack_of(tmp_path))
-    refused(manager, lambda: bent(bend, first=2), NotSupportedHost, r"resid_post\.1 gives", first=2)
+    refused(manager, lambda: bent(bend, first=2), UnsupportedModel, r"resid_post\.1 gives", first=2)
 
 
 @pytest.mark.parametrize(
     "sites", [("resid_post.1",), ("resid_post.1", "resid_post.2"), ("resid_post.0", "resid_post.1")], ids=str
 )
 @pytest.mark.parametrize("first", [0, 2])
-def test_a_layer_that_runs_twice_in_a_forward_is_refused_whatever_else_is_read(sites, first, tmp_path):
+def test_layer_that_runs_twice_in_a_forward_is_refused(sites, first, tmp_path):
     manager = DynamicProbeManager(pack_of(tmp_path, *sites))
     refused(manager, lambda: looping(first), AlignmentError, r"resid_post\.1 was run twice", first=first)
     if not first:
@@ -157,9 +155,9 @@ def test_layers_that_share_a_module_are_refused_when_attached(site, tmp_path):
     layers[2].self_attn, layers[0].mlp = layers[1].self_attn, layers[1].mlp
     layers[2] = layers[1] if site.startswith("resid_post") else layers[2]
     hooks, manager = n_hooks(host), DynamicProbeManager(pack_of(tmp_path, site))
-    with pytest.raises(NotSupportedHost, match="share one module"):
+    with pytest.raises(UnsupportedModel, match="share one module"):
         manager.attach(host)
-    with pytest.raises(NotSupportedHost, match="share one module"):
+    with pytest.raises(UnsupportedModel, match="share one module"):
         manager.analyze(host, make_tokenizer(), random_texts(2), tmp_path / "out")
     assert n_hooks(host) == hooks
     with (
@@ -172,7 +170,7 @@ def test_layers_that_share_a_module_are_refused_when_attached(site, tmp_path):
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("bend", ["narrower", "one value", "wider", "several streams"])
-def test_a_compiled_host_is_refused_alike(bend, tmp_path):
+def test_compiled_model_is_refused_in_the_same_way(bend, tmp_path):
     torch._dynamo.reset()
     host = bent(bend)
     host.forward = torch.compile(host.forward, backend="eager")
@@ -182,11 +180,11 @@ def test_a_compiled_host_is_refused_alike(bend, tmp_path):
     torch._dynamo.reset()
 
 
-def test_a_host_is_right_again_after_it_was_refused(tmp_path):
+def test_model_is_scored_again_after_a_refused_forward(tmp_path):
     """The check leaves nothing behind in the run: the next forward, of states that fit, is scored as ever."""
     manager, host = DynamicProbeManager(pack_of(tmp_path)), bent("narrower")
     with torch.no_grad(), manager.attach(host) as run:
-        with pytest.raises(NotSupportedHost):
+        with pytest.raises(UnsupportedModel):
             host(PROMPT)
         host.model.layers[1].bend = lambda hidden: hidden
         host(PROMPT)

@@ -1,6 +1,4 @@
-"""An adapter changes nothing at first, is a merged weight when its code is constant, leaves without trace, and comes
-back from its folder.
-"""
+"""Attaching, merging, detaching, saving and loading a BEM adapter."""
 
 import copy
 import gc
@@ -23,7 +21,7 @@ from probemon import DynamicProbeManager
 from probemon.adapters.bem import Bem, BemConfig, attach_bem
 from probemon.adapters.bem.saved import SETTINGS, WEIGHTS, settings_hash
 from probemon.adapters.ltm import attach_memory
-from probemon.errors import BemError, BemFileError, ConfigError, HostMismatch, KernelUnavailable, NotSupportedHost
+from probemon.errors import BemError, BemFileError, ConfigError, KernelUnavailable, ModelMismatch, UnsupportedModel
 from probemon.util.files import sha256
 
 SMALL = {"rank": 3, "width": 6, "chunk_tokens": 4, "prefix_tokens": 8}
@@ -49,7 +47,7 @@ def trace(model):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_a_fresh_adapter_leaves_the_host_bit_identical(shape, dtype):
+def test_fresh_adapter_leaves_the_model_bit_identical(shape, dtype):
     model = make_host(shape).to(dtype)
     expected, tokens = logits(model), model.generate(IDS, **GREEDY)
     with attach_bem(model, BemConfig(sites=ALL, level="auto", **SMALL)) as bem:
@@ -66,7 +64,7 @@ def test_a_fresh_adapter_leaves_the_host_bit_identical(shape, dtype):
 )
 @pytest.mark.parametrize("level", ["position", "prefix", "auto"])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_a_constant_code_is_a_merged_weight(shape, level, sites, dtype, tolerance):
+def test_constant_code_equals_a_merged_weight(shape, level, sites, dtype, tolerance):
     """Routers of biases alone: the same code at every token, and W + s U diag(c) V^T in place of W (beside experts,
     which share no W).
     """
@@ -121,7 +119,7 @@ def test_only_linear_sites_can_be_merged():
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_detaching_leaves_nothing_behind(shape):
+def test_detach_restores_the_model(shape):
     model = make_host(shape)
     before = trace(model)
     bem = randomise(attach_bem(model, BemConfig(sites=ALL, level="auto", **SMALL)))
@@ -147,7 +145,7 @@ def test_detaching_leaves_nothing_behind(shape):
 
 
 @pytest.mark.parametrize("where", ["in the block", "in the host", "while generating"])
-def test_an_error_in_the_block_detaches(where):
+def test_error_inside_the_block_detaches_the_adapter(where):
     model = make_host()
     before, expected = trace(model), logits(model)
 
@@ -166,18 +164,18 @@ def test_an_error_in_the_block_detaches(where):
     assert trace(model) == before and torch.equal(logits(model), expected)
 
 
-def test_a_bad_site_leaves_no_hook_behind():
+def test_invalid_site_leaves_no_hooks():
     model = make_host()
     before = trace(model)
-    with pytest.raises(ConfigError, match=r"layers has 5: the host has layers 0\.\.1"):
+    with pytest.raises(ConfigError, match=r"layers has 5: the model has layers 0\.\.1"):
         attach_bem(model, BemConfig(layers=(0, 5)))
     model.model.layers[1].self_attn.o_proj = torch.nn.Identity()
-    with pytest.raises(NotSupportedHost, match=r"site 'o\.1': LlamaAttention has no linear layer named o_proj"):
+    with pytest.raises(UnsupportedModel, match=r"site 'o\.1': LlamaAttention has no linear layer named o_proj"):
         attach_bem(model, BemConfig())
     assert n_hooks(model) == before[0]
 
 
-def test_one_adapter_at_a_time_and_again_after_it():
+def test_second_adapter_needs_the_first_detached_and_reattaching_works():
     model = make_host()
     base = logits(model)
     first = randomise(attach_bem(model, BemConfig(**SMALL)), seed=1)
@@ -192,7 +190,7 @@ def test_one_adapter_at_a_time_and_again_after_it():
     assert not torch.equal(one, other) and torch.equal(logits(model), base)
 
 
-def test_nothing_is_held_that_nobody_uses():
+def test_caches_and_models_are_freed_with_their_last_user():
     """A cache dies with its last user, and a host with its adapter."""
     model = make_host()
     bem = attach_bem(model, BemConfig(**SMALL))
@@ -211,19 +209,19 @@ def test_nothing_is_held_that_nobody_uses():
     assert host() is None
 
 
-def test_a_model_that_bears_an_adapter_is_not_copied_with_its_hooks():
+def test_model_with_an_adapter_refuses_to_be_copied_or_pickled():
     model = make_host()
     with attach_bem(model, BemConfig(**SMALL)) as bem:
         for take in (copy.deepcopy, pickle.dumps):
-            with pytest.raises(NotSupportedHost, match="save_pretrained"):
+            with pytest.raises(UnsupportedModel, match="save_pretrained"):
                 take(model)
-            with pytest.raises(NotSupportedHost, match="save_pretrained"):
+            with pytest.raises(UnsupportedModel, match="save_pretrained"):
                 take(bem)
     copy.deepcopy(model)
 
 
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
-def test_an_adapter_stands_beside_peft_and_probes_see_what_it_gives():
+def test_adapter_combines_with_peft_and_probes_see_its_output():
     from peft import LoraConfig, get_peft_model
 
     from probemon.host.tap import Tap
@@ -241,7 +239,7 @@ def test_an_adapter_stands_beside_peft_and_probes_see_what_it_gives():
         assert torch.equal(model.lm_head(model.model.norm(seen[0])), steered)
 
 
-def test_an_offloaded_host_is_steered_too():
+def test_offloaded_model_is_steered_identically():
     from accelerate import cpu_offload
 
     model = make_host()
@@ -255,7 +253,7 @@ def test_an_offloaded_host_is_steered_too():
 
 @pytest.mark.filterwarnings("ignore:.*adapters .*bem.* are active:UserWarning")
 @pytest.mark.parametrize("first_out", ["adapter", "probes"])
-def test_probes_score_what_the_adapter_gives_in_whatever_order_they_leave(first_out, tmp_path):
+def test_probes_score_steered_states_in_either_detach_order(first_out, tmp_path):
     model = make_model()
     before = n_hooks(model), set(vars(model))
     manager = DynamicProbeManager(
@@ -276,7 +274,7 @@ def test_probes_score_what_the_adapter_gives_in_whatever_order_they_leave(first_
     assert (n_hooks(model), set(vars(model))) == before
 
 
-def test_the_controller_is_run_once_a_forward_and_a_hook_sees_and_replaces_codes():
+def test_controller_runs_once_a_forward_and_its_hooks_can_replace_codes():
     model = make_host()
     with randomise(attach_bem(model, BemConfig(sites=ALL, **SMALL))) as bem:
         seen, steered = [], logits(model)
@@ -293,7 +291,7 @@ def test_the_controller_is_run_once_a_forward_and_a_hook_sees_and_replaces_codes
     assert torch.equal(silenced, logits(model)) and not torch.equal(steered, silenced)
 
 
-def test_an_implementation_that_cannot_run_is_refused_when_asked_for(monkeypatch):
+def test_unavailable_implementation_is_refused_when_requested(monkeypatch):
     model = make_host()
     for impl in ("cuda", "cpu", "numba", "Auto", ""):
         with pytest.raises(
@@ -336,7 +334,7 @@ def folder(tmp_path):
     return model, tmp_path / "made" / "adapter", expected
 
 
-def test_an_adapter_comes_back_with_equal_logits(folder):
+def test_reloaded_adapter_gives_equal_logits(folder):
     model, path, expected = folder
     assert sorted(file.name for file in path.iterdir()) == [SETTINGS, WEIGHTS]
     for load in (
@@ -434,23 +432,23 @@ def test_a_damaged_or_foreign_folder_is_a_typed_error(folder, how, message):
     assert n_hooks(model) == 0
 
 
-def test_another_host_is_a_mismatch_and_other_weights_a_warning(folder):
+def test_other_architecture_is_a_mismatch_and_other_weights_warn(folder):
     _, path, _ = folder
-    with pytest.raises(HostMismatch, match="n_layers 2, this LlamaForCausalLM has 3"):
+    with pytest.raises(ModelMismatch, match="n_layers 2, this LlamaForCausalLM has 3"):
         attach_bem(make_host(layers=3), path)
     with pytest.raises(
-        HostMismatch, match=r"site down\.1 of \[24, 16\] values in and out, this MixtralForCausalLM of \[16, 16\]"
+        ModelMismatch, match=r"site down\.1 of \[24, 16\] values in and out, this MixtralForCausalLM of \[16, 16\]"
     ):
         attach_bem(make_host("mixtral"), path)
     with pytest.warns(UserWarning, match="of other weights"):
         attach_bem(make_host(seed=3), path).detach()
-    with pytest.raises(HostMismatch, match="of other weights"):
+    with pytest.raises(ModelMismatch, match="of other weights"):
         attach_bem(make_host(seed=3), path, strict=True)
     other = make_host()
     other.config.rms_norm_eps = 0.1
     with pytest.warns(UserWarning, match=r"of other settings \(rms_norm_eps is 0\.1 and was 1e-06\)"):
         attach_bem(other, path).detach()
-    with pytest.raises(HostMismatch, match="of other settings"):
+    with pytest.raises(ModelMismatch, match="of other settings"):
         attach_bem(other, path, strict=True)
 
 
@@ -469,7 +467,7 @@ def under_a_memory(seed=1):
 
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # PEFT asks by an older name
 @pytest.mark.parametrize("make", [under_a_lora, under_a_memory])
-def test_an_adapter_of_a_host_with_others_is_warned_of_on_one_without(tmp_path, make):
+def test_loading_warns_if_the_models_other_adapters_differ(tmp_path, make):
     """And the other way; with the same ones it is silent."""
     config = BemConfig(rank=2, width=4)
     with attach_bem(make(), config) as bem:
@@ -480,11 +478,11 @@ def test_an_adapter_of_a_host_with_others_is_warned_of_on_one_without(tmp_path, 
     for other in (make_host(), make(seed=2)):
         with pytest.warns(UserWarning, match="of other adapters"):
             attach_bem(other, tmp_path / "again").detach()
-        with pytest.raises(HostMismatch, match="of other adapters"):
+        with pytest.raises(ModelMismatch, match="of other adapters"):
             attach_bem(other, tmp_path / "with", strict=True)
     with attach_bem(make_host(), config) as bem:
         bem.save_pretrained(tmp_path / "without")
-    with pytest.raises(HostMismatch, match=r"of other adapters \(none, and here (default|memory)\)"):
+    with pytest.raises(ModelMismatch, match=r"of other adapters \(none, and here (default|memory)\)"):
         attach_bem(make(), tmp_path / "without", strict=True)
 
 

@@ -1,4 +1,4 @@
-"""Every form of an update on a host: what a low-rank one promises holds for all, against dense matrices in fp64."""
+"""Every update form on an attached model, compared with dense matrices in fp64."""
 
 import copy
 import math
@@ -61,7 +61,7 @@ def watched_sites(bem):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_fresh_adapter_leaves_its_host_as_it_is_bit_for_bit_and_learns_from_there(config, dtype):
+def test_fresh_form_leaves_the_model_bit_identical_and_learns(config, dtype):
     model = make_host().to(dtype)
     ids = some_ids(2)
     bare = logits(model, ids)
@@ -75,7 +75,7 @@ def test_a_fresh_adapter_leaves_its_host_as_it_is_bit_for_bit_and_learns_from_th
     assert torch.equal(logits(model, ids), bare)
 
 
-def test_codes_of_zeros_leave_the_host_as_it_is_bit_for_bit(host, config):
+def test_zero_codes_leave_the_model_bit_identical(host, config):
     ids = some_ids(2)
     bare = logits(host, ids)
     with randomise(attach_bem(host, config)) as bem:
@@ -84,7 +84,7 @@ def test_codes_of_zeros_leave_the_host_as_it_is_bit_for_bit(host, config):
 
 
 @pytest.mark.parametrize("limits", [(None, None), (0.4, None), (None, 0.9), (0.4, 0.9)], ids=str)
-def test_each_site_adds_the_update_of_its_dense_matrix_within_the_limits(host, config, limits):
+def test_each_site_adds_its_dense_update_within_the_limits(host, config, limits):
     cap, trust = limits
     config = replace(config, spectral_cap=cap, trust_region=trust)
     with randomise(attach_bem(host, config), size=0.8) as bem:
@@ -125,7 +125,7 @@ def form_bound(form, code):
 
 
 @pytest.mark.parametrize("sizes", [[1] * LENGTH, [7, 1, 5, 3], [LENGTH - 1, 1]], ids=str)
-def test_a_cached_forward_gives_what_a_full_one_gives_and_no_later_token_matters(host, config, sizes):
+def test_cached_forward_equals_a_full_one_and_is_causal(host, config, sizes):
     ids = some_ids(2)
     with randomise(attach_bem(host, replace(config, trust_region=2.0))):
         full, cache, parts = logits(host, ids), DynamicCache(), []
@@ -137,7 +137,7 @@ def test_a_cached_forward_gives_what_a_full_one_gives_and_no_later_token_matters
         assert torch.equal(logits(host, other)[:, :9], full[:, :9])
 
 
-def test_rows_do_not_depend_on_each_other_nor_on_padding(host, config):
+def test_sequences_do_not_depend_on_each_other_or_on_padding(host, config):
     ids = some_ids(3)
     with randomise(attach_bem(host, config)):
         mask = torch.ones_like(ids)
@@ -152,7 +152,7 @@ def test_rows_do_not_depend_on_each_other_nor_on_padding(host, config):
     [{}, {"num_beams": 3}, {"prompt_lookup_num_tokens": 3}, {"cache_implementation": "static"}],
     ids=["greedy", "beams", "drafts", "static cache"],
 )
-def test_generation_with_a_cache_is_that_without(host, config, mode):
+def test_cached_generation_equals_uncached(host, config, mode):
     ids = some_ids(1, 9)
     with randomise(attach_bem(host, config)):
         found = host.generate(ids, **GREEDY, **mode)
@@ -160,7 +160,7 @@ def test_generation_with_a_cache_is_that_without(host, config, mode):
         assert found.tolist() == host.generate(ids, **GREEDY, **plain, use_cache=False).tolist()
 
 
-def test_a_saved_adapter_opens_as_it_was(host, config, tmp_path):
+def test_reloaded_adapter_gives_equal_logits(host, config, tmp_path):
     ids = some_ids()
     with randomise(attach_bem(host, config)) as bem:
         before = logits(host, ids)
@@ -181,7 +181,7 @@ def test_updates_of_at_most_eps_are_left_out(host, config):
     assert torch.equal(logits(host, ids), bare)
 
 
-def test_the_sizes_that_are_told_are_those_of_what_is_applied(host, config):
+def test_reported_sizes_are_those_of_the_applied_update(host, config):
     with randomise(attach_bem(host, replace(config, spectral_cap=0.4)), size=0.8) as bem:
         told = []
         bem.steered.register_forward_hook(lambda *given: told.append(given[2]))
@@ -190,7 +190,7 @@ def test_the_sizes_that_are_told_are_those_of_what_is_applied(host, config):
     assert float(told[0].sigma1.max()) <= 0.4 + 1e-6 and bool((told[0].delta_rel_norm > 0).all())
 
 
-def test_the_penalty_on_sizes_has_gradients(host, config):
+def test_penalty_on_update_sizes_has_gradients(host, config):
     with randomise(attach_bem(host, config)) as bem:
         codes = []
         bem.controller.register_forward_hook(lambda *given: codes.append(given[2]))
@@ -200,12 +200,12 @@ def test_the_penalty_on_sizes_has_gradients(host, config):
     assert float(bem.controller.project.weight.grad.abs().sum()) > 0
 
 
-def test_the_updates_are_computed_by_torch_and_that_is_said(host, config):
+def test_forms_without_a_kernel_run_in_torch_and_say_so(host, config):
     with attach_bem(host, config, impl="auto") as bem:
         assert bem.impl == "reference" and f"form {config.form!r} have no kernel" in bem.impl_why
     with pytest.raises(ConfigError, match="have no kernel"):
         attach_bem(host, config, impl="triton")
-    with attach_bem(host, config) as bem, pytest.raises(BemError, match="only of low_rank"):
+    with attach_bem(host, config) as bem, pytest.raises(BemError, match="only low_rank"):
         quantize(bem)
 
 
@@ -224,18 +224,18 @@ def test_the_updates_are_computed_by_torch_and_that_is_said(host, config):
         ({"form": "film", "bound": float("nan")}, "bound is nan"),
     ],
 )
-def test_settings_of_forms_that_cannot_be_are_refused(settings, words):
+def test_invalid_form_settings_are_refused(settings, words):
     with pytest.raises(ConfigError, match=words):
         BemConfig(**settings)
 
 
 def test_groups_that_do_not_divide_the_heads_are_refused(host):
     config = BemConfig(form="head_groups", sites=("o",), groups=4, rank=2)
-    with pytest.raises(ConfigError, match="groups is 4, and the host has 2 heads"):
+    with pytest.raises(ConfigError, match="groups is 4, and the model has 2 heads"):
         attach_bem(host, config)
 
 
-def test_a_form_of_constant_codes_is_distilled_to_what_it_says_and_a_film_is_refused(host, config):
+def test_constant_codes_distil_exactly_and_a_film_is_refused(host, config):
     batch = {"input_ids": torch.cat([some_ids(1), some_ids(2)])}
     with randomise(attach_bem(host, replace(config, trust_region=0.7))) as bem:
         if config.form == "film":
@@ -270,7 +270,7 @@ def test_a_form_of_constant_codes_is_distilled_to_what_it_says_and_a_film_is_ref
 
 
 @pytest.mark.parametrize("method", ["mean", "least_squares"])
-def test_a_form_that_routes_is_distilled_with_the_loss_of_a_plain_loop(host, config, method):
+def test_distillation_loss_of_each_form_equals_a_plain_loop(host, config, method):
     if config.form == "film":
         pytest.skip("refused")
     ids, seen, inputs = some_ids(), [], {}
@@ -292,7 +292,7 @@ def test_a_form_that_routes_is_distilled_with_the_loss_of_a_plain_loop(host, con
     assert lost / total > 1e-4 and abs(lora.error - lost / total) < 1e-4 * lost / total
 
 
-def test_a_film_that_only_moves_is_no_small_update(host):
+def test_film_that_only_shifts_is_not_a_small_update(host):
     film = BemConfig(form="film", rank=3, width=6, chunk_tokens=3, prefix_tokens=6, sparse_eps=1e-3)
     ids, bare = some_ids(2), logits(host, some_ids(2))
     with attach_bem(host, film) as bem, torch.no_grad():
@@ -313,7 +313,7 @@ def test_a_film_that_only_moves_is_no_small_update(host):
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning")  # torch's compiler says so of itself
-def test_updates_that_torch_compiles_say_the_same_in_a_forward_and_with_a_cache():
+def test_compiled_updates_equal_eager_ones_with_and_without_a_cache():
     """A film, whose operations element by element are what a compiler fuses, in place of a kernel of our own."""
     from torch._inductor.compile_fx import compile_fx  # here: it warns
 

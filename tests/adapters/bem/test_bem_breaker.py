@@ -1,6 +1,4 @@
-"""The guard of a controller: its breaker opens after five failures in twenty calls, stays open for sixty seconds, and
-closes after one call on trial.
-"""
+"""The controller's circuit breaker: when it opens, stays open, retries and closes."""
 
 import numpy as np
 import pytest
@@ -65,7 +63,7 @@ def test_five_failures_in_twenty_calls_open_the_breaker_for_sixty_seconds():
     assert guarded.call() and guarded.breaker.state == "closed"
 
 
-def test_a_success_on_trial_closes_it_and_a_failure_opens_it_for_twice_as_long():
+def test_successful_trial_closes_the_breaker_and_a_failed_one_doubles_the_wait():
     guarded = Guarded()
     guarded.fails(*[True] * 5)
     guarded.clock.now += 60
@@ -82,7 +80,7 @@ def test_a_success_on_trial_closes_it_and_a_failure_opens_it_for_twice_as_long()
     assert guarded.breaker.state == "open"
 
 
-def test_a_trial_of_which_nothing_is_known_leaves_the_next_one_to_be_tried():
+def test_trial_without_a_verdict_lets_the_next_call_be_the_trial():
     guarded = Guarded()
     guarded.fails(*[True] * 5)
     guarded.clock.now += 60
@@ -91,7 +89,7 @@ def test_a_trial_of_which_nothing_is_known_leaves_the_next_one_to_be_tried():
     assert guarded.call() and guarded.breaker.state == "closed"
 
 
-def test_latency_is_compared_with_the_median_of_the_first_calls_of_its_kind():
+def test_latency_is_compared_with_the_median_of_first_calls_of_equal_size():
     guarded = Guarded(n_baseline=3, n_failures=1)
     for seconds in (9.0, 1.0, 1.2):  # the first call is often slow
         guarded.call(seconds=seconds)
@@ -106,7 +104,7 @@ def test_latency_is_compared_with_the_median_of_the_first_calls_of_its_kind():
     assert patient.breaker.state == "closed"
 
 
-def test_healthy_calls_never_open_it():
+def test_healthy_calls_never_open_the_breaker():
     guarded, random = Guarded(), np.random.default_rng(0)
     for seconds in random.uniform(1.0, 1.9, size=500):
         guarded.call(seconds=float(seconds))
@@ -126,6 +124,6 @@ def test_healthy_calls_never_open_it():
         ("open_seconds", 0),
     ],
 )
-def test_a_setting_that_cannot_work_is_refused(name, value):
+def test_invalid_policy_settings_are_refused(name, value):
     with pytest.raises(ConfigError, match=f"{name} is"):
         FallbackPolicy(**{name: value})

@@ -1,4 +1,4 @@
-"""Under a cache an adapter gives what it gives without: token by token, in chunks, in every mode of generate()."""
+"""An adapter gives the same output with and without a cache, in every mode of generate()."""
 
 import copy
 import pickle
@@ -11,7 +11,7 @@ from transformers import CompileConfig, DynamicCache, StaticCache
 from bem_oracle import SHAPES, VOCAB, make_host, randomise
 from conftest import EOS, OLDEST, PAD, not_in_oldest
 from probemon.adapters.bem import BemConfig, ControllerState, attach_bem
-from probemon.errors import AlignmentError, BemError, BemStateError, NotSupportedDecoding
+from probemon.errors import AlignmentError, BemError, BemStateError, UnsupportedDecoding
 
 N, P = 3, 6
 CONFIG = BemConfig(
@@ -83,7 +83,7 @@ def test_cached_logits_equal_full_ones(steered, sizes):
     assert (cached(steered, ids, sizes) - full(steered, ids)).abs().max() < 1e-5
 
 
-def test_the_adapter_that_is_tested_steers(host):
+def test_adapter_under_test_changes_logits_at_every_position(host):
     ids = some_ids(2)
     before = full(host, ids)
     with randomise(attach_bem(host, CONFIG)):
@@ -111,7 +111,7 @@ def test_static_cache_gives_the_same_logits(steered):
 # -- 2: nothing from the future --------------------------------------------------------------------
 
 
-def test_a_token_changes_nothing_before_it(steered):
+def test_token_does_not_change_earlier_positions(steered):
     """Every token, and every position before it."""
     ids = some_ids()
     before = full(steered, ids)[0]
@@ -128,7 +128,7 @@ def test_a_token_changes_nothing_before_it(steered):
 # -- 5: rows are independent -----------------------------------------------------------------------
 
 
-def test_rows_are_independent(steered):
+def test_sequences_in_a_batch_are_independent(steered):
     ids = some_ids(4)
     together = full(steered, ids)
     for row in range(4):
@@ -163,7 +163,7 @@ def test_greedy_with_the_cache_equals_greedy_without(host):
 
 
 @POLICIES
-def test_padded_rows_equal_their_unpadded_singles(host, config):
+def test_padded_sequences_equal_their_unpadded_singles(host, config):
     """Under level="auto" these prompts of 4, 7 and 2 tokens take chunk, token and prefix codes."""
     modes = [{}, {"use_cache": False}, {"cache_implementation": "static"}]
     if not OLDEST:  # whose masks are off after a prefill in chunks
@@ -231,7 +231,7 @@ def test_sampling_with_a_seed_is_the_same_with_and_without_a_cache(steered):
     assert len({tuple(row) for row in outs[0].tolist()}) == 9
 
 
-def test_attaching_does_not_move_the_random_numbers(llama):
+def test_attaching_leaves_the_random_generator_state(llama):
     torch.manual_seed(5)
     expected = torch.rand(3)
     torch.manual_seed(5)
@@ -240,7 +240,7 @@ def test_attaching_does_not_move_the_random_numbers(llama):
 
 
 @POLICIES
-def test_second_turn_on_the_same_cache(host, config):
+def test_second_turn_on_the_same_cache_equals_an_uncached_one(host, config):
     with randomise(attach_bem(host, config)):
         ids, cache = some_ids(1, 6), DynamicCache()
         first = host.generate(ids, **GREEDY, past_key_values=cache)
@@ -259,7 +259,7 @@ def test_second_turn_on_the_same_cache(host, config):
             assert torch.equal(second, host.generate(turn, **options))
 
 
-def test_rows_that_end_early_do_not_disturb_the_others(llama):
+def test_sequences_that_end_early_do_not_disturb_the_others(llama):
     with randomise(attach_bem(llama, CONFIG)):
         free = llama.generate(BATCH, **PADDED)
         stop = int(free[1, 10])
@@ -275,7 +275,7 @@ def test_rows_that_end_early_do_not_disturb_the_others(llama):
 
 
 @pytest.mark.parametrize("level", ["position", "chunk", "token", "prefix"])
-def test_what_a_row_was_fed_after_its_end_is_forgotten_in_the_next_turn(llama, level):
+def test_tokens_fed_after_a_sequences_end_are_forgotten_in_the_next_turn(llama, level):
     ids, options = some_ids(2, 16, seed=5), {"max_new_tokens": 6, "do_sample": False, "pad_token_id": PAD}
     config = BemConfig(
         rank=4, level=level, chunk_tokens=4, prefix_tokens=8 if level != "prefix" else 24, token_limit=12
@@ -299,7 +299,7 @@ def test_what_a_row_was_fed_after_its_end_is_forgotten_in_the_next_turn(llama, l
             llama(ids[:, :1], attention_mask=torch.ones(2, 17), past_key_values=cache)
 
 
-def test_a_copied_cache_goes_its_own_way(llama):
+def test_copied_cache_continues_independently(llama):
     """The recipe of computing a prompt once: copies and the original each go on alone."""
     ids, more = some_ids(2, 10), some_ids(2, 9, seed=4)
     with randomise(attach_bem(llama, CONFIG)), torch.no_grad():
@@ -313,7 +313,7 @@ def test_a_copied_cache_goes_its_own_way(llama):
 
 
 @pytest.mark.parametrize("move", ["repeat", "select", "mask", "crop", not_in_oldest("reset", why="its length stays")])
-def test_state_follows_every_move_of_a_cache(llama, move):
+def test_controller_state_follows_cache_operations(llama, move):
     ids, more = some_ids(3, 10), some_ids(6, 7, seed=4)
     with randomise(attach_bem(llama, CONFIG)), torch.no_grad():
         cache = DynamicCache()
@@ -338,7 +338,7 @@ def test_state_follows_every_move_of_a_cache(llama, move):
         assert (found - full(llama, torch.cat([before, more], dim=1))[:, before.shape[1] :]).abs().max() < 1e-5
 
 
-def test_threads_may_generate_at_once(llama):
+def test_threads_may_generate_concurrently(llama):
     with randomise(attach_bem(llama, CONFIG)):
         expected = [llama.generate(some_ids(2, 6, seed=seed), **GREEDY) for seed in range(4)]
         with ThreadPoolExecutor(2) as pool:
@@ -346,7 +346,7 @@ def test_threads_may_generate_at_once(llama):
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
-def test_state_can_be_saved_and_restored(llama):
+def test_controller_state_can_be_saved_and_restored(llama):
     ids, more = some_ids(2, 10), some_ids(2, 9, seed=4)
     bem = randomise(attach_bem(llama, CONFIG))
     with bem, torch.no_grad():
@@ -369,7 +369,7 @@ def test_state_can_be_saved_and_restored(llama):
     assert (found - whole).abs().max() < 1e-5
 
 
-def test_a_cache_that_was_not_seen_is_an_error_and_not_a_guess(llama):
+def test_cache_filled_without_the_adapter_is_an_error(llama):
     cache, ids = DynamicCache(), some_ids(2, 10)
     with torch.no_grad():
         llama(ids, past_key_values=cache)
@@ -407,7 +407,7 @@ def test_a_cache_that_was_not_seen_is_an_error_and_not_a_guess(llama):
                 llama(ids[:1, :1], past_key_values=cache)
 
 
-def test_a_forward_that_fails_leaves_a_state_that_goes_on(llama):
+def test_failed_forward_leaves_a_usable_state(llama):
     ids, more = some_ids(1, 10), some_ids(1, 5, seed=4)
 
     def fail(*_):
@@ -424,14 +424,14 @@ def test_a_forward_that_fails_leaves_a_state_that_goes_on(llama):
         assert (found - full(llama, torch.cat([ids, more], dim=1))[:, 10:]).abs().max() < 1e-5
 
 
-def test_what_would_be_a_guess_is_refused(llama):
+def test_ambiguous_inputs_are_refused(llama):
     ids = some_ids(2, 6)
     with attach_bem(llama, CONFIG), torch.no_grad():
-        with pytest.raises(NotSupportedDecoding, match="not 2D"):
+        with pytest.raises(UnsupportedDecoding, match="not 2D"):
             llama(ids, attention_mask=torch.ones(2, 1, 6, 6, dtype=torch.bool))
-        with pytest.raises(AlignmentError, match="padding cannot be told apart"):
+        with pytest.raises(AlignmentError, match="padding cannot be identified"):
             llama.model(ids, attention_mask=torch.ones(2, 4, dtype=torch.long))
-        with pytest.raises(NotSupportedDecoding, match="packed in one row"):
+        with pytest.raises(UnsupportedDecoding, match="packed in one row"):
             llama(ids, cu_seq_lens_q=torch.tensor([0, 3, 6]))
         with pytest.raises(BemError, match="outside of a forward of its decoder"):
             llama.model.layers[0](torch.randn(1, 3, 16))
@@ -440,7 +440,7 @@ def test_what_would_be_a_guess_is_refused(llama):
             llama(ids)
 
 
-def test_a_host_that_generate_would_compile_is_steered_too(llama):
+def test_generation_compiled_by_generate_is_steered(llama):
     """On a GPU generate() compiles its decoding steps with a static cache; here it is told to."""
     torch._dynamo.reset()
     ids, compiled = some_ids(1, 6), CompileConfig(mode="default", backend="eager")
@@ -456,7 +456,7 @@ def test_a_host_that_generate_would_compile_is_steered_too(llama):
     torch._dynamo.reset()
 
 
-def test_a_compiled_forward_is_steered_too():
+def test_compiled_forward_is_steered():
     torch._dynamo.reset()
     model, ids = make_host(layers=1), some_ids(2)
     compiled, bare = torch.compile(model, backend="eager"), full(model, ids)
@@ -468,7 +468,7 @@ def test_a_compiled_forward_is_steered_too():
     torch._dynamo.reset()
 
 
-def test_end_of_sequence_is_no_padding(llama):
+def test_end_of_sequence_token_is_not_padding(llama):
     """What is padding is said by the mask, not by the ids."""
     ids = torch.tensor([[EOS, 5, PAD, 9, EOS, 7, PAD, 8, 9, 10]])
     mask = torch.ones_like(ids)

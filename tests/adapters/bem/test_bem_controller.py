@@ -1,6 +1,4 @@
-"""Codes are those of the mathematics, token by token; they do not depend on how the columns came; levels follow their
-policy.
-"""
+"""Controller codes equal a token-by-token oracle, whatever the split into forwards; levels follow their policy."""
 
 import dataclasses
 
@@ -57,7 +55,7 @@ def check_row(codes, row, real, oracle, tolerance=2e-6):
 
 
 @pytest.mark.parametrize("length", [1, 3, 4, 5, 8, 9, 13, 31, 40])
-def test_codes_equal_the_oracles(length):
+def test_codes_equal_the_oracle(length):
     alone, hidden = Alone(), torch.randn(2, length, D)
     real = torch.ones(2, length, dtype=torch.bool)
     codes = alone.controller(hidden, real, ControllerState(2))
@@ -66,7 +64,7 @@ def test_codes_equal_the_oracles(length):
 
 
 @pytest.mark.parametrize("pads", ["left", "right", "inside"])
-def test_padding_takes_no_part(pads):
+def test_padding_does_not_affect_codes(pads):
     alone, hidden = Alone(level="position", token_limit=10), torch.randn(3, 23, D)
     real = torch.ones(3, 23, dtype=torch.bool)
     where = {"left": slice(0, 6), "right": slice(17, 23), "inside": slice(5, 11)}[pads]
@@ -83,7 +81,7 @@ def test_padding_takes_no_part(pads):
 
 
 @pytest.mark.parametrize("sizes", [[1] * 29, [7] * 5, [3, 1, 8, 1, 1, 4, 11], [16, 1, 1, 1, 13], [29]], ids=str)
-def test_codes_do_not_depend_on_how_the_columns_came(sizes):
+def test_codes_do_not_depend_on_how_tokens_are_split_into_forwards(sizes):
     alone, n = Alone(), sum(sizes)
     hidden, real = torch.randn(2, n, D), torch.ones(2, n, dtype=torch.bool)
     real[0, :5] = False
@@ -98,7 +96,7 @@ def test_codes_do_not_depend_on_how_the_columns_came(sizes):
     assert state.n_columns == n
 
 
-def test_codes_route():
+def test_codes_of_the_test_controller_depend_on_the_tokens():
     """The random controller is no constant: what the tests compare depends on the tokens."""
     alone = Alone()
     real = torch.ones(2, 40, dtype=torch.bool)
@@ -112,7 +110,7 @@ def test_codes_route():
 
 
 @pytest.mark.parametrize("t", range(0, 22, 3))
-def test_a_code_depends_on_its_own_token_and_complete_chunks_before_it(t):
+def test_code_depends_on_its_own_token_and_earlier_complete_chunks(t):
     alone, hidden = Alone(), torch.randn(1, 22, D)
     real, other = torch.ones(1, 22, dtype=torch.bool), hidden.clone()
     other[0, t] = torch.randn(D)
@@ -133,7 +131,7 @@ def test_a_code_depends_on_its_own_token_and_complete_chunks_before_it(t):
 
 
 @pytest.mark.parametrize("cut", range(14))
-def test_a_state_that_came_token_by_token_can_be_cut_anywhere(cut):
+def test_state_built_token_by_token_can_be_truncated_anywhere(cut):
     alone, hidden, real = Alone(), torch.randn(1, 22, D), torch.ones(1, 22, dtype=torch.bool)
     state = ControllerState(1, torch.tensor([2]))
     for t in range(14):
@@ -147,7 +145,7 @@ def test_a_state_that_came_token_by_token_can_be_cut_anywhere(cut):
         ).abs().max() < 1e-6
 
 
-def test_state_is_cut_selected_and_kept():
+def test_state_can_be_truncated_selected_and_saved():
     alone, hidden = Alone(auto_limits=(4, 12)), torch.randn(3, 20, D)
     real = torch.ones(3, 20, dtype=torch.bool)
     real[1, :7], real[0, :15] = False, False  # 17, 10 and 2 tokens: levels of every kind
@@ -181,7 +179,7 @@ def test_state_is_cut_selected_and_kept():
 # -- level policy --------------------------------------------------------------------------------
 
 
-def test_position_policy_takes_token_codes_up_to_the_limit_of_each_row():
+def test_position_policy_uses_token_codes_up_to_each_sequences_limit():
     alone = Alone(level="position", token_limit=6)
     real = torch.ones(2, 10, dtype=torch.bool)
     real[1, :3] = False
@@ -191,7 +189,7 @@ def test_position_policy_takes_token_codes_up_to_the_limit_of_each_row():
     assert torch.equal(adaptive[1, :9], codes.token[1, :9]) and torch.equal(adaptive[1, 9:], codes.chunk[1, 9:])
 
 
-def test_auto_is_decided_by_each_rows_prompt_and_never_again():
+def test_auto_level_is_fixed_by_each_sequences_prompt():
     alone = Alone(level="auto", auto_limits=(4, 7))
     real = torch.ones(3, 9, dtype=torch.bool)
     real[0, :6], real[1, :3] = False, False  # 3, 6 and 9 real tokens
@@ -207,7 +205,7 @@ def test_auto_is_decided_by_each_rows_prompt_and_never_again():
 
 
 @pytest.mark.parametrize("level", LEVELS)
-def test_fixed_levels_are_fixed_and_only_what_is_used_is_there(level):
+def test_fixed_level_is_constant_and_builds_only_its_router(level):
     alone = Alone(level=level, sites=("o", "down"))
     codes = alone.controller(torch.randn(2, 30, D), torch.ones(2, 30, dtype=torch.bool), ControllerState(2))
     assert alone.config.levels == (level,) and torch.equal(codes.adaptive(), codes.of(level))
@@ -217,7 +215,7 @@ def test_fixed_levels_are_fixed_and_only_what_is_used_is_there(level):
         assert not any(name.startswith(f"{other}.") for name, _ in alone.controller.named_parameters())
 
 
-def test_a_small_controller_is_enough():
+def test_default_controller_is_under_a_hundredth_of_the_model():
     """At a width of 576 and the defaults it is far under a hundredth of a 135 million parameter host."""
     assert sum(p.numel() for p in Controller(576, BemConfig()).parameters()) < 70_000
 
@@ -247,12 +245,12 @@ def test_a_small_controller_is_enough():
     ],
     ids=str,
 )
-def test_settings_that_cannot_work_are_refused(changes, message):
+def test_invalid_settings_are_refused(changes, message):
     with pytest.raises(ConfigError, match=message):
         BemConfig(**changes)
 
 
-def test_settings_come_back_from_a_dict_and_a_typo_is_named():
+def test_settings_round_trip_through_a_dict_and_a_typo_is_named():
     config = BemConfig(sites=("q", "down"), layers=(1, 2), level="auto")
     stated = dataclasses.asdict(config)
     assert (
@@ -268,7 +266,7 @@ def test_settings_come_back_from_a_dict_and_a_typo_is_named():
 
 @pytest.mark.parametrize("shape", ["llama", "qwen2", "qwen3", "mixtral"])
 @pytest.mark.parametrize("level", ["position", "auto"])
-def test_logits_equal_a_host_steered_by_hand_in_fp64(shape, level):
+def test_logits_equal_a_model_steered_by_hand_in_fp64(shape, level):
     """Every update as a full matrix, governed by its own singular values, added token by token."""
     model = make_host(shape)
     config = BemConfig(
@@ -285,9 +283,9 @@ def test_logits_equal_a_host_steered_by_hand_in_fp64(shape, level):
     assert (found - base).abs().max() > 0.1  # it steers
 
 
-def test_read_layer_is_where_the_controller_reads():
+def test_controller_reads_the_configured_layer():
     model = make_host(layers=3)
-    with pytest.raises(ConfigError, match=r"read_layer is 3: the host has layers 0\.\.2"):
+    with pytest.raises(ConfigError, match=r"read_layer is 3: the model has layers 0\.\.2"):
         attach_bem(model, BemConfig(read_layer=3))
     bem = randomise(Bem(model, BemConfig(**{**SMALL, "read_layer": 1})))
     assert {site.layer for site in bem.sites} == {1, 2}

@@ -1,6 +1,4 @@
-"""The controller's step in Triton: in the interpreter against the eager controller, compiled for real chips without
-one; `-m gpu` runs it on one.
-"""
+"""The Triton controller step, interpreted on a CPU or compiled for a GPU (`-m gpu`), equals the eager controller."""
 
 import copy
 import functools
@@ -125,7 +123,7 @@ def launched(monkeypatch):
 
 @torch.no_grad()
 @of_every_variant
-def test_steps_are_those_of_the_eager_controller(variant, launched):
+def test_steps_equal_the_eager_controller(variant, launched):
     """In fp64, to about the error of its own fp32. After a prompt: across the ends of chunks and of the prefix, rows
     out of phase, up to the level's limit and beyond.
     """
@@ -149,7 +147,7 @@ def test_steps_are_those_of_the_eager_controller(variant, launched):
 
 
 @torch.no_grad()
-def test_a_row_that_came_by_steps_alone_is_that_of_the_oracle():
+def test_single_token_steps_equal_the_oracle():
     alone = Alone(level="position", token_limit=7)
     alone.controller.fused = True
     hidden, real = torch.randn(1, 10, 10), torch.ones(1, 10, dtype=torch.bool)
@@ -160,7 +158,7 @@ def test_a_row_that_came_by_steps_alone_is_that_of_the_oracle():
 
 
 @torch.no_grad()
-def test_padding_leaves_its_row_as_it_was_and_has_no_code():
+def test_padding_leaves_the_state_unchanged_and_has_no_code():
     (_, fused), (hidden, real) = make(), columns(4, 7)
     _, state = run(fused, hidden, real, [7], torch.tensor([0, 1, 2, 2]))
     before = state.carry
@@ -186,7 +184,7 @@ def test_padding_leaves_its_row_as_it_was_and_has_no_code():
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
 @torch.no_grad()
-def test_a_hidden_state_that_is_not_a_number_is_seen_in_its_row_alone():
+def test_nonfinite_hidden_state_affects_only_its_own_sequence():
     (_, fused), (hidden, real) = make(), columns(3, 6)
     level = torch.tensor([2, 2, 2])
     hidden[1, 5] = float("nan")
@@ -200,7 +198,7 @@ def test_a_hidden_state_that_is_not_a_number_is_seen_in_its_row_alone():
 
 
 @torch.no_grad()
-def test_steps_and_eager_forwards_may_take_turns():
+def test_fused_steps_and_eager_forwards_can_alternate():
     """What the eager one knows of the room in a chunk is kept right by steps."""
     (eager, fused), (hidden, real) = make(), columns(2, 20)
     level, order = torch.tensor([2, 1]), torch.rand(16, generator=torch.Generator().manual_seed(1)) < 0.5
@@ -218,7 +216,7 @@ def test_steps_and_eager_forwards_may_take_turns():
 
 
 @torch.no_grad()
-def test_a_step_never_asks_the_device_whether_a_chunk_is_complete(monkeypatch):
+def test_step_does_not_synchronise_with_the_device(monkeypatch):
     (_, fused), (hidden, real) = make(), columns(2, 12)
     _, state = run(fused, hidden[:, :5], real[:, :5], [5], torch.tensor([2, 2]))
     for name in ("item", "tolist", "__int__", "__bool__", "__float__", "nonzero", "cpu"):
@@ -296,7 +294,7 @@ def gradients(controller, hidden, real, carry):
 
 
 @of_every_variant
-def test_step_and_gradients_in_fp64_are_those_of_the_eager_controller(variant):
+def test_step_and_gradients_equal_the_eager_controller_in_fp64(variant):
     eager, fused = (controller.double() for controller in make(variant))
     carry, real = carried(eager.config, 6)
     hidden = torch.randn(6, 1, 10, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
@@ -345,7 +343,7 @@ def test_gradcheck_in_fp64():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_gradients_come_in_the_dtype_of_what_they_are_of(dtype):
+def test_gradients_have_the_dtype_of_their_inputs(dtype):
     eager, fused = make()
     carry, real = carried(eager.config, 4, torch.float32)
     hidden = torch.randn(4, 1, 10, generator=torch.Generator().manual_seed(1)).to(dtype)
@@ -359,7 +357,7 @@ def test_gradients_come_in_the_dtype_of_what_they_are_of(dtype):
         ).abs().max() <= tolerance * max(1.0, float(other.abs().max())), name
 
 
-def test_a_row_has_the_same_bits_again_and_in_every_batch():
+def test_sequence_gives_the_same_bits_again_and_in_every_batch():
     _, fused = make(hidden_size=33)
     carry, real = carried(fused.config, 4, torch.float32)
     hidden = torch.randn(4, 1, 33, generator=torch.Generator().manual_seed(1))
@@ -377,7 +375,7 @@ def test_a_row_has_the_same_bits_again_and_in_every_batch():
         )
 
 
-def test_without_gradients_nothing_is_kept_and_the_bits_are_the_same():
+def test_step_without_gradients_saves_nothing_and_gives_the_same_bits():
     _, fused = make()
     rows = torch.tensor([1, 4])
     carry, real = (t.select(rows) if isinstance(t, Carry) else t[rows] for t in carried(fused.config, 5, torch.float32))
@@ -396,7 +394,7 @@ def test_without_gradients_nothing_is_kept_and_the_bits_are_the_same():
     )
 
 
-def test_no_rows_give_nothing_and_gradients_of_zero():
+def test_empty_batch_gives_empty_codes_and_zero_gradients():
     _, fused = make()
     made = outputs(fused, torch.zeros(0, 1, 10), torch.zeros(0, 1, dtype=torch.bool), fused.start(0))
     assert made["token"].shape == (0, 1, 3) and made["carried open"].shape == (0, 4, 6)
@@ -448,7 +446,7 @@ CONFIG = {
 
 
 @pytest.mark.parametrize("level", ["position", "auto"])
-def test_a_whole_generation_has_the_tokens_and_codes_of_the_reference(level, launched):
+def test_fused_generation_has_the_tokens_and_codes_of_the_reference(level, launched):
     host, config, found = make_host(), BemConfig(**CONFIG, level=level, auto_limits=(4, 7)), {}
     for impl in ("reference", "triton"):
         with randomise(attach_bem(host, config, impl=impl)) as bem:
@@ -465,7 +463,7 @@ def test_a_whole_generation_has_the_tokens_and_codes_of_the_reference(level, lau
 
 
 @torch.no_grad()
-def test_a_state_that_was_cut_and_moved_goes_on_by_steps(launched):
+def test_truncated_and_reordered_state_continues_with_steps(launched):
     """Rejected drafts were cut off, and beams took each other's places."""
     (eager, fused), (hidden, real), found = make(), columns(3, 14), []
     rows, level = torch.tensor([2, 0, 0]), torch.tensor([2, 0, 1])
@@ -496,7 +494,7 @@ def test_a_hook_may_replace_the_codes_of_a_step(launched):
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
 @torch.no_grad()
-def test_a_step_that_fails_falls_back_and_the_next_goes_on(monkeypatch):
+def test_failed_step_falls_back_and_the_next_one_continues(monkeypatch):
     eager, fused = make(chunk_tokens=2, prefix_tokens=4)
     hidden, real = (
         torch.randn(2, 12, 10, generator=torch.Generator().manual_seed(2)),
@@ -531,7 +529,7 @@ def test_a_step_that_fails_falls_back_and_the_next_goes_on(monkeypatch):
         assert (mine[t].token[1] - theirs[t].token[1]).abs().max() < 1e-6 and not mine[t].fallback[1].any()
 
 
-def test_a_checkpointed_controller_is_eager_where_there_are_gradients(launched):
+def test_checkpointed_controller_is_eager_when_gradients_are_needed(launched):
     (_, fused), (hidden, real) = make(), columns(2, 1)
     fused.checkpointed = True
     for grad, expected in ((True, []), (False, [(2,)])):
@@ -574,7 +572,7 @@ def test_fused_steps_train_as_eager_ones(launched):
         ({"code": torch.zeros(2, 65)}, "'token.3.bias'"),
     ],
 )
-def test_what_does_not_fit_is_refused_before_the_kernel(change, message, launched):
+def test_mismatched_inputs_are_refused_before_the_kernel_runs(change, message, launched):
     _, fused = make()
     start = fused.start(2)
     weights = {name: parameter.detach() for name, parameter in fused.named_parameters()}
@@ -596,7 +594,7 @@ def test_what_does_not_fit_is_refused_before_the_kernel(change, message, launche
 
 
 @pytest.mark.parametrize("changes, message", [({"rank": 65}, "rank 65"), ({"width": 1025, "rank": 1}, "width 1025")])
-def test_sizes_that_the_kernel_does_not_have_are_refused(changes, message, launched):
+def test_sizes_unsupported_by_the_kernel_are_refused(changes, message, launched):
     _, fused = make("chunk", **changes)
     with pytest.raises(ConfigError, match=f"{message}.*use impl='reference'"):
         fused(torch.zeros(1, 1, 10), torch.ones(1, 1, dtype=torch.bool), ControllerState(1))
@@ -636,7 +634,7 @@ class TestOnAGpu:
     pytestmark = on_a_gpu
 
     @torch.no_grad()
-    def test_steps_are_those_of_the_eager_controller(self, n_rows, hidden_size, changes):
+    def test_steps_equal_the_eager_controller(self, n_rows, hidden_size, changes):
         eager, fused = make(hidden_size=hidden_size, device="cuda", **REAL | changes)
         hidden, real = columns(n_rows, 2 * n_rows + 30, hidden_size, device="cuda")
         exact, level = copy.deepcopy(eager).double(), torch.full((n_rows,), 2, device="cuda")
@@ -655,7 +653,7 @@ class TestOnAGpu:
             )
         assert state.carry.n.tolist() == real.sum(dim=1).tolist()
 
-    def test_gradients_are_those_of_fp64(self, n_rows, hidden_size, changes):
+    def test_gradients_equal_fp64(self, n_rows, hidden_size, changes):
         eager, fused = make(hidden_size=hidden_size, device="cuda", **REAL | changes)
         exact = copy.deepcopy(eager).double()
         carry, real = carried(fused.config, min(n_rows, 6))
@@ -670,7 +668,7 @@ class TestOnAGpu:
             error, own = ((found[name].double() - true).abs().max() for found in (mine, theirs))
             assert error <= max(1e-6 * max(1.0, float(true.abs().max())), 3 * own), name
 
-    def test_a_row_has_the_same_bits_again_and_in_every_batch(self, n_rows, hidden_size, changes):
+    def test_sequence_gives_the_same_bits_again_and_in_every_batch(self, n_rows, hidden_size, changes):
         _, fused = make(hidden_size=hidden_size, device="cuda", **REAL | changes)
         carry, real = carried(fused.config, min(n_rows, 6), torch.float32)
         rows = torch.arange(n_rows) % len(real)

@@ -1,4 +1,4 @@
-"""An adapter is distilled while it trains, and its training does not notice."""
+"""Distilling an adapter during training leaves the training unchanged."""
 
 import json
 import os
@@ -33,7 +33,7 @@ def trained(folder, make_callbacks=lambda bem: []):
 
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # PEFT asks by an older name
 @pytest.mark.parametrize("how", [{}, {"settings": TrainSettings(n_steps=2), "rank": 2}], ids=["nearest", "trained"])
-def test_a_lora_is_written_every_n_steps_and_at_the_end_and_training_does_not_notice(tmp_path, how):
+def test_callback_writes_loras_every_n_steps_without_affecting_training(tmp_path, how):
     from peft import PeftModel
 
     (tmp_path / "loras" / "step-one").mkdir(parents=True)  # somebody else's
@@ -59,7 +59,7 @@ def test_a_lora_is_written_every_n_steps_and_at_the_end_and_training_does_not_no
     assert (distance < 1e-4) == (not how)  # a trained one is another
 
 
-def test_a_training_that_begins_anew_keeps_its_own_loras(tmp_path):
+def test_restarted_training_keeps_its_own_loras(tmp_path):
     """In the folder of a longer one, whose steps are higher."""
     folder, callbacks = tmp_path / "loras", []
 
@@ -76,7 +76,7 @@ def test_a_training_that_begins_anew_keeps_its_own_loras(tmp_path):
     assert [path.name for path in callbacks[1].written] == ["step-9", "step-4", "step-7"]
 
 
-def test_a_folder_is_whole_or_not_there(tmp_path, monkeypatch):
+def test_failed_write_leaves_no_partial_folder(tmp_path, monkeypatch):
     def fails(path, text):
         raise OSError("no space left")
 
@@ -86,15 +86,15 @@ def test_a_folder_is_whole_or_not_there(tmp_path, monkeypatch):
     assert list((tmp_path / "loras").iterdir()) == []
 
 
-def test_settings_that_cannot_be_are_refused(tmp_path):
+def test_invalid_settings_are_refused(tmp_path):
     with attach_bem(make_host(), CONFIG) as bem:
         for wrong in ({"every": 0}, {"every": 1, "keep": 0}):
             with pytest.raises(ConfigError, match="give 1 or more"):
                 DistilCallback(bem, LESSONS, tmp_path, **wrong)
         # Before a training begins, and not hours later.
-        with pytest.raises(ConfigError, match=r"'rang' is no setting of distil: it takes method, rank"):
+        with pytest.raises(ConfigError, match=r"'rang' is not a setting of distil: it takes method, rank"):
             DistilCallback(bem, LESSONS, tmp_path, every=1, rang=3)
-        with pytest.raises(ConfigError, match=r"'labels' is no setting of distil: .* need settings=TrainSettings"):
+        with pytest.raises(ConfigError, match=r"'labels' is not a setting of distil: .* need settings=TrainSettings"):
             DistilCallback(bem, LESSONS, tmp_path, every=1, labels=0.5)
         with pytest.raises(ConfigError, match="no batches"):
             DistilCallback(bem, [], tmp_path, every=1)

@@ -1,4 +1,4 @@
-"""Statistics, frontiers and gates against numbers computed elsewhere, and against counting."""
+"""Evaluation statistics, Pareto frontiers and gates equal values computed independently."""
 
 import itertools
 import math
@@ -34,7 +34,7 @@ from probemon.errors import BemError, ConfigError, MissingExtra
 SEEDS = [0.02, 0.01, 0.03, 0.0, 0.02, 0.015, 0.025, 0.005]
 
 
-def test_differences_by_seed_have_the_values_of_the_oracle():
+def test_seed_differences_equal_the_oracle():
     found = compare(SEEDS)
     assert found.p == 0.0078125 and found.exact and found.mean == pytest.approx(0.015625)
     t = found.mean / (np.std(SEEDS, ddof=1) / math.sqrt(8))
@@ -53,14 +53,14 @@ def test_the_sign_flip_test_counts_all_flips(seed):
     assert sign_flip(d) == (sum(total >= d.sum() - 1e-9 for total in sums) / len(sums), True)
 
 
-def test_many_differences_are_drawn_and_the_same_each_time():
+def test_sign_flip_test_samples_many_differences_reproducibly():
     d = np.random.default_rng(0).normal(0.25, 1, 60)
     (p, exact), again = sign_flip(d), sign_flip(d)
     z = d.sum() / math.sqrt((d**2).sum())
     assert not exact and (p, exact) == again and p == pytest.approx(0.5 * math.erfc(z / math.sqrt(2)), abs=0.01)
 
 
-def test_documents_are_drawn_whole():
+def test_bootstrap_resamples_whole_documents():
     """Of documents of one token the oracle's interval; of long documents a wider one than tokens would give."""
     low, high = document_interval(SEEDS, [1.0] * 8)
     assert (low, high) == pytest.approx((0.00875, 0.021875))
@@ -73,12 +73,12 @@ def test_documents_are_drawn_whole():
     assert (high - low) / 2 == pytest.approx(1.96 * level.std(ddof=1) / math.sqrt(40), rel=0.15)
 
 
-def test_a_family_of_p_values_has_the_values_of_the_oracle():
+def test_adjusted_p_values_equal_the_oracle():
     assert adjusted([0.04, 0.08, 0.0547, 0.2]) == pytest.approx([0.1066667, 0.1066667, 0.1066667, 0.2], abs=1e-7)
     assert adjusted([0.01, 0.02, 0.03, 0.04]) == pytest.approx([0.04] * 4)
 
 
-def test_frontiers_have_the_points_of_the_oracle():
+def test_pareto_frontiers_equal_the_oracle():
     points = [(1, 0.7), (2, 0.8), (2, 0.75), (3, 0.8), (4, 0.9), (1, 0.7)]
     assert pareto(points) == [0, 1, 4, 5]
     rng = np.random.default_rng(0)
@@ -91,7 +91,7 @@ def test_frontiers_have_the_points_of_the_oracle():
     assert pareto(many) == [i for i in range(60) if not dominated(i)]
 
 
-def test_a_frontier_of_noise_is_said_to_be_one():
+def test_pareto_shares_tell_noise_from_a_clear_frontier():
     costs = np.array([[1.0], [2.0], [3.0]])
     clear = np.array([[0.5] * 6, [0.4] * 6, [0.9] * 6]) + 1e-6 * np.arange(6)
     assert pareto_shares(costs, clear, n_drawn=200) == [1.0, 0.0, 1.0]
@@ -101,7 +101,7 @@ def test_a_frontier_of_noise_is_said_to_be_one():
     assert first == 1.0 and all(0.1 < share < 0.9 for share in others)
 
 
-def test_gates_have_to_pass_all_and_what_was_not_judged_has_not_passed():
+def test_gates_must_all_pass_and_unjudged_is_not_passed():
     fine = {"start": 0.0, "rows": 0.0, "leak": 0.0, "cached": 0.0, "cut": 9e-6}
     assert integrity(fine).verdict == PASSED
     assert integrity({**fine, "cut": 2e-5}).verdict == FAILED and "cut 2e-05" in integrity({**fine, "cut": 2e-5}).why
@@ -116,7 +116,7 @@ def test_gates_have_to_pass_all_and_what_was_not_judged_has_not_passed():
     assert not promoted(gates) and promoted(gates[:1]) and not promoted([])
 
 
-def test_a_metric_may_be_worse_by_half_a_per_cent_and_no_more():
+def test_regression_gate_allows_half_a_percent():
     slightly = [-0.002, 0.001, -0.003, 0.0, 0.002, -0.001, 0.001, -0.002]
     assert no_regression({"loss": slightly}).verdict == PASSED
     assert no_regression({"loss": [0.0, 0.0]}).verdict == PASSED
@@ -125,7 +125,7 @@ def test_a_metric_may_be_worse_by_half_a_per_cent_and_no_more():
     assert no_regression({}).verdict == NOT_JUDGED and no_regression({"loss": [0.1]}).verdict == NOT_JUDGED
 
 
-def test_a_gain_is_on_a_slice_by_the_adjusted_exact_test_or_on_two_frontiers():
+def test_gain_needs_a_significant_slice_or_two_frontiers():
     assert gain({"b": SEEDS}).verdict == PASSED
     noise = {f"slice {i}": [0.01, -0.02, 0.015, -0.005, 0.002, -0.001, 0.0, 0.001] for i in range(9)}
     assert gain(noise).verdict == FAILED
@@ -138,7 +138,7 @@ def test_a_gain_is_on_a_slice_by_the_adjusted_exact_test_or_on_two_frontiers():
     assert gain({"b": [0.1, 0.2, 0.3]}).verdict == NOT_JUDGED and gain({}).verdict == NOT_JUDGED
 
 
-def test_latency_is_the_upper_end_of_the_median_of_paired_ratios():
+def test_latency_gate_uses_the_upper_bound_of_the_median_paired_ratio():
     rng = np.random.default_rng(0)
     assert latency(rng.normal(1.05, 0.05, 200).tolist()).verdict == PASSED
     assert latency(rng.normal(1.20, 0.05, 200).tolist()).verdict == FAILED
@@ -151,18 +151,18 @@ def test_latency_is_the_upper_end_of_the_median_of_paired_ratios():
     assert missed / 2_000 <= 0.035
 
 
-def test_what_is_no_list_of_numbers_is_refused_and_scipy_is_named(monkeypatch):
+def test_nonnumeric_input_is_refused_and_missing_scipy_is_named(monkeypatch):
     for call in (lambda: compare([]), lambda: compare([math.nan]), lambda: document_interval([1.0], [0.0])):
         with pytest.raises(ConfigError):
             call()
     for call in (lambda: compare("abc"), lambda: gain({"a": ["x"] * 5}), lambda: pareto([[1, 2], [3]])):
-        with pytest.raises(ConfigError, match="no table of numbers"):
+        with pytest.raises(ConfigError, match="not a table of numbers"):
             call()
     with pytest.raises(ConfigError, match="a row for each variant"):
         pareto_shares([1.0, 2.0], [0.1, 0.2])
     with pytest.raises(ConfigError, match="config is a dict"):
         solve(make_host(), {"rank": 3}, 5_000)
-    with pytest.raises(BemError, match="is no adapter"):
+    with pytest.raises(BemError, match="is not an adapter"):
         profile_sites(None, lambda: None)
     with pytest.raises(ConfigError, match="outside 0 to 1"):
         adjusted([0.5, 1.5])
@@ -186,7 +186,7 @@ CONFIGS = [
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda config: f"{config.form}-{config.level}")
-def test_an_adapter_learns_as_many_numbers_as_was_counted_and_comes_near_its_budget(config):
+def test_parameter_count_equals_its_estimate_and_meets_its_budget(config):
     host = make_host()
     for candidate in (config, solve(host, config, 4_000).config):
         with attach_bem(host, candidate) as bem:
@@ -200,14 +200,14 @@ def test_an_adapter_learns_as_many_numbers_as_was_counted_and_comes_near_its_bud
     assert off[1] == min(off) and solved.off == solved.n_trainable / 4_000 - 1 and abs(solved.off) < 0.05
 
 
-def test_a_budget_that_nothing_fits_is_refused():
+def test_budget_too_small_for_any_adapter_is_refused():
     with pytest.raises(ConfigError, match="too small for an adapter of form 'film'"):
         solve(make_host(), BemConfig(form="film", rank=1), 60)
     narrow = solve(make_host(), BemConfig(rank=1, width=64), 700)
     assert narrow.config.rank == 1 and narrow.config.width < 64
 
 
-def test_operations_are_products_and_what_is_made_element_by_element():
+def test_flops_count_products_and_elementwise_operations():
     x, w = torch.ones(3, 5), torch.ones(5, 7)
     assert flops(lambda: (x @ w).tanh() + 1) == 2 * 3 * 5 * 7 + 3 * 7 + 3 * 7
     host, ids = make_host(), torch.arange(3, 11)[None]
@@ -222,7 +222,7 @@ def test_operations_are_products_and_what_is_made_element_by_element():
 # -- latency and profile -----------------------------------------------------------------------------
 
 
-def test_a_quantile_has_the_interval_of_its_order_statistics():
+def test_quantile_interval_equals_its_order_statistics():
     """The bootstrap's interval of a median is that of order statistics, within the spacing of the values."""
     x = np.random.default_rng(5).exponential(1.0, 1_000)
     low, high = quantile_interval(x, 0.5)
@@ -237,7 +237,7 @@ def test_a_quantile_has_the_interval_of_its_order_statistics():
 
 
 @pytest.mark.parametrize("n", [6, 9, 20, 30, 120])
-def test_the_interval_of_a_median_is_the_shortest_that_holds_it_often_enough(n):
+def test_median_interval_is_the_shortest_with_its_coverage(n):
     """Between the k-th smallest and the k-th largest lies the median unless fewer than k of n coins fall one way."""
     low, high = median_interval(list(range(1, n + 1)))
     covered = [1 - 2 * sum(math.comb(n, i) for i in range(k)) / 2**n for k in range(n // 2 + 1)]
@@ -245,7 +245,7 @@ def test_the_interval_of_a_median_is_the_shortest_that_holds_it_often_enough(n):
     assert (low, high) == (k, n + 1 - k)
 
 
-def test_calls_take_turns_and_a_ratio_is_of_one_round(monkeypatch):
+def test_timed_calls_alternate_and_ratios_compare_one_round(monkeypatch):
     """Each call once a round, in another order from round to round; a slow machine slows both calls of a round."""
     order, now = [], [0.0]
     monkeypatch.setattr(time, "perf_counter", lambda: now[0])
@@ -276,7 +276,7 @@ def busy(seconds):
         pass
 
 
-def test_time_is_told_of_the_site_that_took_it():
+def test_profile_assigns_time_to_the_site_that_took_it():
     """A layer that is slow is told as the layer's, an update as the update's; nothing is left on the host."""
     host, ids = make_host(), torch.arange(3, 11)[None]
     with torch.no_grad(), randomise(attach_bem(host, BemConfig(**COMMON))) as bem:
@@ -294,7 +294,7 @@ def test_time_is_told_of_the_site_that_took_it():
     assert slowest.layer.seconds >= 0.3 and slowest.update.seconds < 0.2
     others = [s.layer.seconds for key, s in found.sites.items() if key != second.key]
     assert max(others) < 0.2 and found.total.seconds >= sum(s.layer.seconds for s in found.sites.values())
-    with pytest.raises(BemError, match="not on its host"):
+    with pytest.raises(BemError, match="not on its model"):
         profile_sites(bem, lambda: None)
     with bem, pytest.raises(BemError, match="ran no forward"):
         profile_sites(bem, lambda: None)
@@ -304,7 +304,7 @@ def count_hooks(host):
     return [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in host.modules()]
 
 
-def test_the_most_memory_is_that_of_what_lives_at_one_time():
+def test_peak_memory_counts_only_live_tensors():
     def call():
         x, y = torch.empty(1_000), torch.empty(5_000)
         del x
@@ -315,7 +315,7 @@ def test_the_most_memory_is_that_of_what_lives_at_one_time():
     assert peak_memory(lambda: None) == 0
 
 
-def test_a_frontier_counts_latency_by_the_rounds_that_were_measured():
+def test_pareto_frontier_ranks_latency_by_measured_rounds():
     costs, quality = np.array([[1.0], [1.0]]), np.array([[0.5] * 6, [0.4] * 6])
     rounds = np.random.default_rng(0).normal(1.0, 0.01, (2, 50))
     later = np.array([[0.0], [0.5]])
@@ -328,6 +328,6 @@ def test_a_frontier_counts_latency_by_the_rounds_that_were_measured():
         pareto_shares(costs, quality, latencies=rounds[:1])
 
 
-def test_what_costs_more_than_the_lora_is_named_and_fails_nothing():
+def test_budget_gate_names_costs_above_the_lora_without_failing():
     found = budget(1000, 1000, {"operations": (1.06, 1.0), "peak memory": (104, 100)})
     assert found.verdict == PASSED and "operations +6%" in found.why and "memory" not in found.why

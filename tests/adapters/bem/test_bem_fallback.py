@@ -1,6 +1,4 @@
-"""Where the controller fails, is slow, is unsure or gives no numbers, the static twin steers, what follows is right,
-and every code says so.
-"""
+"""If the controller fails, is slow, unsure or nonfinite, a static LoRA steers and the codes say so."""
 
 import copy
 import logging
@@ -112,7 +110,7 @@ def steered(host):
         yield bem
 
 
-def test_a_healthy_run_is_the_same_bit_for_bit_and_tells_of_nothing(host, caplog):
+def test_policy_changes_no_bit_of_a_healthy_run_and_logs_nothing(host, caplog):
     ids, given = some_ids(2), []
     for settings in ({}, {"fallback": FallbackPolicy(latency_factor=None)}):
         with randomise(attach_bem(host, CONFIG, **settings)) as bem, caplog.at_level(logging.WARNING):
@@ -123,7 +121,7 @@ def test_a_healthy_run_is_the_same_bit_for_bit_and_tells_of_nothing(host, caplog
     assert bem.fallbacks == Fallbacks(n_forwards=9)
 
 
-def test_without_a_policy_an_error_is_raised_and_with_one_its_own_and_lack_of_memory_still_are(host, steered):
+def test_typed_and_out_of_memory_errors_are_raised_even_with_a_policy(host, steered):
     for error in (BemStateError("typed"), torch.OutOfMemoryError("CUDA out of memory"), MemoryError()):
         cache = DynamicCache()
         cached(host, some_ids(2, 4), [4], cache=cache)
@@ -141,7 +139,7 @@ def test_without_a_policy_an_error_is_raised_and_with_one_its_own_and_lack_of_me
 
 
 @pytest.mark.parametrize("broken", ["advance", "features", "_code"])
-def test_a_controller_that_raises_leaves_a_static_lora(host, broken, caplog):
+def test_failing_controller_falls_back_to_a_static_lora(host, broken, caplog):
     """The same logits, greedy tokens and beams as of the host with W + s U V^T."""
     ids = some_ids(2)
     with randomise(attach_bem(host, FREE, fallback=policy(n_failures=20))) as bem:
@@ -171,7 +169,7 @@ def test_a_controller_that_raises_leaves_a_static_lora(host, broken, caplog):
     assert len([record for record in caplog.records if "on purpose" in record.getMessage()]) == 17
 
 
-def test_the_twin_is_within_the_same_limits(host):
+def test_static_fallback_obeys_the_same_limits(host):
     config = BemConfig(**{**SETTINGS, "spectral_cap": 0.4, "trust_region": 0.9})
     with randomise(attach_bem(host, config, fallback=policy())) as bem:
         ones = {"chunk": np.ones(3), "token": np.ones(3), "level": "token"}
@@ -193,7 +191,7 @@ def test_the_twin_is_within_the_same_limits(host):
 
 @pytest.mark.parametrize("sizes", [[1] * 18, [4, 1, 1, 3, 1, 1, 1, 6]], ids=["one by one", "pieces"])
 @pytest.mark.parametrize("broken", ["advance", "features", "_code"])
-def test_what_follows_a_failure_under_a_cache_is_right(host, steered, broken, sizes):
+def test_cached_steps_after_a_failure_are_correct(host, steered, broken, sizes):
     """As a whole forward whose codes are 1 where they were told to be; keys and values that are cached stay."""
     ids, cache, seen, parts, at = some_ids(2), DynamicCache(), watch(steered), [], 0
     for step, size in enumerate(sizes):
@@ -221,7 +219,7 @@ def test_what_follows_a_failure_under_a_cache_is_right(host, steered, broken, si
     assert (torch.cat(parts, dim=1) - whole).abs().max() < 1e-5 and (whole - full(host, ids)).abs().max() > 0.01
 
 
-def test_a_row_without_numbers_falls_back_alone_and_from_there_on(host, steered):
+def test_sequence_with_nonfinite_features_falls_back_alone_from_there_on(host, steered):
     ids, seen = some_ids(3), watch(steered)
 
     def poison(controller, args):  # what it reads, and not what the host does
@@ -254,7 +252,7 @@ def test_a_row_without_numbers_falls_back_alone_and_from_there_on(host, steered)
     assert steered.breaker.state == "open"
 
 
-def test_unsure_tokens_fall_back_and_cached_still_equals_full(host):
+def test_low_confidence_tokens_fall_back_and_cached_equals_full(host):
     """The tokens under the threshold are those of the oracle."""
     ids = some_ids(2)
     with randomise(attach_bem(host, CONFIG, fallback=policy())) as bem:
@@ -273,7 +271,7 @@ def test_unsure_tokens_fall_back_and_cached_still_equals_full(host):
         assert (full(host, ids) - whole).abs().max() < 1e-6
 
 
-def test_a_slow_controller_is_left_out_and_tried_again(host):
+def test_slow_controller_is_skipped_and_later_retried(host):
     """While the breaker is open the routers are not run; the codes after it are those of a controller that was never
     left out.
     """
@@ -316,7 +314,7 @@ def test_a_slow_controller_is_left_out_and_tried_again(host):
             assert torch.equal(torch.cat([getattr(codes, name) for codes in seen[:-1]], dim=1), getattr(seen[-1], name))
 
 
-def test_routing_telemetry_counts_the_tokens_that_fell_back(host, steered):
+def test_routing_telemetry_counts_fallback_tokens(host, steered):
     with RoutingMonitor(host, bem=steered) as monitor:
         cache = DynamicCache()
         cached(host, some_ids(1, 6), [6], cache=cache)
@@ -325,7 +323,7 @@ def test_routing_telemetry_counts_the_tokens_that_fell_back(host, steered):
     assert [stream["fallback_rate"] for stream in monitor.report()["streams"]] == [0.25, 0.25]
 
 
-def test_a_saved_adapter_is_attached_with_a_policy(host, tmp_path):
+def test_saved_adapter_can_be_attached_with_a_policy(host, tmp_path):
     with randomise(attach_bem(host, CONFIG)) as bem:
         bem.save_pretrained(tmp_path)
     with attach_bem(host, tmp_path, fallback=policy()) as bem, Broken(bem.controller, "advance"):
@@ -348,7 +346,7 @@ def guarded(level="token", **settings):
     return controller
 
 
-def test_features_that_are_unknown_are_missed_as_long_as_codes_depend_on_them():
+def test_codes_fall_back_as_long_as_they_depend_on_lost_features():
     """Token codes: of the prefix for good, after the prefix until the next chunk is complete; cut off, they were never
     missed.
     """
@@ -372,7 +370,7 @@ def test_features_that_are_unknown_are_missed_as_long_as_codes_depend_on_them():
         assert not again.fallback.any() and (again.token - whole.token[:, lost:]).abs().max() < 1e-6
 
 
-def test_padding_never_falls_back_and_levels_are_decided_all_the_same():
+def test_padding_never_falls_back_and_levels_are_still_decided():
     controller = guarded("auto")
     real = torch.ones(2, 9, dtype=torch.bool)
     real[0, :4] = False
@@ -396,7 +394,7 @@ def test_padding_never_falls_back_and_levels_are_decided_all_the_same():
 # -- the implementation ----------------------------------------------------------------------------
 
 
-def test_auto_chooses_once_and_says_why(host, monkeypatch, caplog):
+def test_auto_chooses_an_implementation_once_and_says_why(host, monkeypatch, caplog):
     with caplog.at_level(logging.INFO), attach_bem(host, CONFIG, impl="auto") as bem:
         assert (bem.impl, bem.impl_why) == (
             "reference",
@@ -415,7 +413,7 @@ def test_auto_chooses_once_and_says_why(host, monkeypatch, caplog):
         (OSError("no cc"), ("reference", "OSError: no cc")),
     ],
 )
-def test_on_a_gpu_auto_tries_the_kernel(monkeypatch, error, expected):
+def test_auto_tries_the_kernel_on_a_gpu(monkeypatch, error, expected):
     tried = []
 
     def trial(x, v, u, codes, scale, impl):

@@ -1,4 +1,4 @@
-"""Forms of a generated update, each against sums over its indices in fp64 NumPy and numbers computed elsewhere."""
+"""Each update form equals sums over its indices in fp64 NumPy and independently computed numbers."""
 
 import math
 
@@ -77,7 +77,7 @@ def close(found, wanted, tolerance=1e-8):
     np.testing.assert_allclose(np.asarray(found.detach()).ravel(), wanted, rtol=0, atol=tolerance)
 
 
-def test_head_groups_have_the_values_of_the_oracle():
+def test_head_groups_equal_the_oracle():
     form, x, codes = head_groups(), f(1, 3, 8), f(4, 3, 2)
     delta = form(x, codes, torch.zeros(3, 3, dtype=torch.float64))
     close(gates(codes)[0], [0.638681763, 0.731410745], 1e-9)
@@ -90,7 +90,7 @@ def test_head_groups_have_the_values_of_the_oracle():
     close(group_energy(x, 2)[0], [-0.782275343, -0.659342532], 1e-9)
 
 
-def test_rank_masks_have_the_values_of_the_oracle():
+def test_rank_masks_equal_the_oracle():
     form, x, codes = rank_mask(), f(1, 3, 8), f(7, 3, 4)
     masks = top_mask(codes, 2)
     assert masks.tolist() == [[1, 1, 0, 0], [1, 1, 0, 0], [1, 0, 0, 1]]
@@ -102,7 +102,7 @@ def test_rank_masks_have_the_values_of_the_oracle():
     close(hadamard_transform(masked)[0], [-0.360445119, -0.636194595, -0.360445119, -0.636194595], 1e-9)
 
 
-def test_kronecker_products_have_the_values_of_the_oracle():
+def test_kronecker_products_equal_the_oracle():
     x, one = f(8, 3, 12), torch.ones(3, 1, dtype=torch.float64)
     y = kronecker()(x, one, torch.zeros(3, 6, dtype=torch.float64))
     close(y[0], [2.003685060, 0.063625104, -1.955587313, 2.333521551, -1.208201649, -3.246868216], 1e-9)
@@ -119,7 +119,7 @@ def test_kronecker_products_have_the_values_of_the_oracle():
     close(two.sizes(both)[1], [6.654605987680], 1e-11)
 
 
-def test_film_has_the_values_of_the_oracle():
+def test_film_equals_the_oracle():
     """Its heads are set so that they give the oracle's numbers: a code picks its token's row."""
     h, g, b = f(9, 3, 4), f(10, 3, 4), f(11, 3, 4)
     form = film()
@@ -133,7 +133,7 @@ def test_film_has_the_values_of_the_oracle():
     close(form.saturation(form.gamma_beta(codes)[0]).mean(), [1 / 3], 1e-12)
 
 
-def test_gates_are_compared_over_tokens():
+def test_gate_correlation_is_measured_over_tokens():
     seen = gates(f(17, 8, 3))
     correlation = gate_correlation(seen)
     close(correlation[[0, 0, 1], [1, 2, 2]], [-0.165935040, -0.969171966, -0.081367251], 1e-9)
@@ -143,7 +143,7 @@ def test_gates_are_compared_over_tokens():
     close(gate_correlation_penalty(constant), [0.324483122], 1e-9)
 
 
-def test_the_output_is_that_of_the_dense_matrix_and_of_sums_over_indices(form):
+def test_output_equals_the_dense_matrix_and_sums_over_indices(form):
     x, codes, base = inputs(form)
     found = form(x, codes, base)
     if isinstance(form, Film):
@@ -169,7 +169,7 @@ def test_the_output_is_that_of_the_dense_matrix_and_of_sums_over_indices(form):
 
 
 @torch.no_grad()
-def test_sizes_are_those_of_the_dense_matrix(form):
+def test_sizes_equal_those_of_the_dense_matrix(form):
     _, codes, _ = inputs(form)
     sigma1, frobenius = form.sizes(codes)
     for token, code in enumerate(codes):
@@ -218,7 +218,7 @@ def test_masks_have_exactly_k_ones_and_ties_go_to_the_lowest_index():
     torch.testing.assert_close(gradient, f(31, 50, 7) * soft * (1 - soft) / 0.5)
 
 
-def test_one_mask_for_all_tokens_computes_its_components_alone():
+def test_shared_mask_computes_only_its_active_components():
     for options in ({}, {"hadamard": True}):
         form = rank_mask(**options)
         x, codes, base = inputs(form)
@@ -231,7 +231,7 @@ def test_one_mask_for_all_tokens_computes_its_components_alone():
             assert counted.get_total_flops() == 5 * 2 * 2 * (8 + 3)
 
 
-def test_products_counted_are_those_of_torch(form):
+def test_product_counts_equal_those_of_torch(form):
     """Of products alone: FlopCounterMode counts nothing that is done element by element, and `flops` does."""
     x, codes, base = inputs(form, 7)
     with FlopCounterMode(display=False) as counted:
@@ -245,14 +245,14 @@ def test_products_counted_are_those_of_torch(form):
     assert form.flops(7) == counted.get_total_flops() + 7 * by_element
 
 
-def test_numbers_that_are_learnt():
+def test_parameter_counts_equal_their_formulas():
     assert head_groups().n_params == 2 * (8 + 2 * 3)
     assert rank_mask().n_params == 4 * (8 + 3)
     assert kronecker(2).n_params == 2 * (2 * 4 + 3 * 3)
     assert film().n_params == 2 * 4 * (3 + 1)
 
 
-def test_film_stays_within_its_bound_and_passes_by_codes_that_are_not_finite():
+def test_film_stays_within_its_bound_and_ignores_nonfinite_codes():
     form = film()
     with torch.no_grad():
         form.W.copy_(100 * f(18, 8, 3))
@@ -272,6 +272,6 @@ def test_film_stays_within_its_bound_and_passes_by_codes_that_are_not_finite():
         (lambda: Kronecker(8, 4, shapes=((2, 2), (2, 2)), terms=1, generator=generator()), "make 4 by 4, and the site"),
     ],
 )
-def test_sizes_that_do_not_fit_are_refused(make, words):
+def test_mismatched_sizes_are_refused(make, words):
     with pytest.raises(ConfigError, match=words):
         make()

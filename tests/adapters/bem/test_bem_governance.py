@@ -1,4 +1,4 @@
-"""Limits hold on every site and token, and touch no code within them; what sparse application leaves out is bounded."""
+"""Limits hold on every site and token and change no code within them; sparse application errs within its bound."""
 
 import copy
 import math
@@ -40,7 +40,7 @@ def flip_rate(codes, real):
 
 
 @pytest.mark.parametrize("n_out, n_in, r", [(16, 24, 3), (5, 7, 1), (7, 5, 5), (4, 3, 6), (31, 64, 8)])
-def test_norms_from_matrices_of_r_by_r_equal_those_of_the_whole_update(n_out, n_in, r):
+def test_norms_from_r_by_r_matrices_equal_those_of_the_full_update(n_out, n_in, r):
     torch.manual_seed(0)
     u, v, codes = torch.randn(n_out, r), torch.randn(n_in, r), torch.randn(11, r)
     codes[3] = 0
@@ -66,7 +66,7 @@ def applied(bem, model, ids=IDS, mask=None):
 
 @pytest.mark.parametrize("cap, trust", [(0.7, None), (None, 1.3), (0.4, 1.3), (1e-3, None), (None, None), (2.0, 3.9)])
 @pytest.mark.parametrize("shape", ["llama", "mixtral"])
-def test_limits_hold_on_every_site_and_token_and_are_those_of_the_oracle(shape, cap, trust):
+def test_limits_hold_on_every_site_and_token_and_equal_the_oracle(shape, cap, trust):
     model = make_host(shape)
     with randomise(attach_bem(model, BemConfig(**SMALL, token_limit=9, spectral_cap=cap, trust_region=trust))) as bem:
         codes, given = applied(bem, model)
@@ -97,7 +97,7 @@ def test_limits_hold_on_every_site_and_token_and_are_those_of_the_oracle(shape, 
             )
 
 
-def test_codes_within_the_limits_are_untouched_bit_for_bit():
+def test_codes_within_the_limits_are_bit_identical():
     model = make_host()
     with randomise(attach_bem(model, BemConfig(**SMALL, spectral_cap=None))) as bem:
         codes, _ = applied(bem, model)
@@ -157,7 +157,7 @@ class ByData:
 
 @pytest.mark.parametrize("looked_at", ["after the step", "before it too"])
 @pytest.mark.parametrize("name", [*OPTIMISERS, "through .data"])
-def test_limits_follow_what_is_learned_whatever_optimiser_writes(name, looked_at):
+def test_limits_follow_parameter_writes_by_any_optimiser(name, looked_at):
     """Fused optimisers, the default of transformers' Trainer, change parameters and not their versions."""
     if (name, looked_at) == ("through .data", "before it too"):
         pytest.skip("said in the docstring: nobody is told of that write")
@@ -181,7 +181,7 @@ def test_limits_follow_what_is_learned_whatever_optimiser_writes(name, looked_at
             bem.attach()
 
 
-def test_a_written_parameter_is_governed_as_it_is_now():
+def test_limits_use_current_parameters_after_any_write():
     """What is kept of U and V is made anew after an optimiser's step, and after tensors are put in their place."""
     model = make_host()
     with randomise(attach_bem(model, BemConfig(**SMALL, spectral_cap=0.5))) as bem:
@@ -200,7 +200,7 @@ def test_a_written_parameter_is_governed_as_it_is_now():
                 ) <= 0.5 * (1 + 1e-5)
 
 
-def test_limits_have_no_gradient_of_their_own():
+def test_limits_add_no_gradient():
     """Under a cap the gradient is that of codes scaled by a constant."""
     model = make_host().double()
     ids = IDS[:1, :6]
@@ -252,7 +252,7 @@ def test_decorrelation_is_one_for_copies_and_near_zero_for_independent_dimension
     )
 
 
-def test_flips_of_a_stream_whose_flips_are_known():
+def test_flip_rate_equals_the_known_rate_of_a_stream():
     real = torch.ones(1, 41, dtype=torch.bool)
     turns = torch.arange(41) // 4 % 5
     codes = torch.nn.functional.one_hot(turns, 5).float()[None] * -2
@@ -299,7 +299,7 @@ def test_sparse_application_errs_within_its_bound(m, n_in, n_out, r, eps):
     assert eps in (0.0, 1e9) or m == 1 or error.max() > 0  # something was left out
 
 
-def test_the_bound_is_met_where_everything_is_aligned():
+def test_error_bound_is_tight_for_aligned_inputs():
     """The bound is no larger than it must be: one direction in, one out."""
     x, v, u = torch.tensor([[3.0, 0, 0]]), torch.tensor([[2.0], [0], [0]]), torch.tensor([[0.0], [5]])
     error = generated_update(x, v, u, torch.tensor([[0.1]]), 4.0).norm()
@@ -308,7 +308,7 @@ def test_the_bound_is_met_where_everything_is_aligned():
     )
 
 
-def test_rows_that_are_not_a_number_are_not_left_out():
+def test_nonfinite_codes_are_not_skipped():
     codes = torch.tensor([[float("nan"), 0.0], [0.0, 0.0]])
     out = generated_update(torch.ones(2, 3), torch.ones(3, 2), torch.ones(4, 2), codes, 1.0, eps=0.5)
     assert out[0].isnan().all() and (out[1] == 0).all()
@@ -316,7 +316,7 @@ def test_rows_that_are_not_a_number_are_not_left_out():
 
 @pytest.mark.parametrize("cap", [None, 1.0])
 @pytest.mark.parametrize("of_u, of_v", [(1, 1), (10, 1), (1e3, 1e-3), (1e-3, 1e3), (1, 1e2), (0.02, 1)])
-def test_what_is_left_out_is_what_is_small_at_every_scale_of_u_and_v(cap, of_u, of_v):
+def test_sparse_application_skips_only_updates_of_norm_up_to_eps(cap, of_u, of_v):
     """The oracle has the whole update of each token and site, in fp64, after the limits: those of a Frobenius norm of
     at most eps are missing, and no others.
     """
@@ -362,7 +362,7 @@ def test_what_is_left_out_is_what_is_small_at_every_scale_of_u_and_v(cap, of_u, 
         assert torch.equal(logits(model), whole)
 
 
-def test_a_sparse_adapter_that_is_fresh_learns():
+def test_fresh_sparse_adapter_learns():
     """Its updates are all 0, and so left out where no gradient is wanted: they would never become anything else."""
     model = make_host()
     with attach_bem(model, BemConfig(**SMALL, sparse_eps=0.05)) as bem:
@@ -385,17 +385,17 @@ def norm_by_hand(bem):
 
 
 @pytest.mark.parametrize("config", [BemConfig(rank=2), FORMS["rank_mask"]], ids=["low_rank", "rank_mask"])
-def test_the_hosts_norm_is_that_of_the_host_that_it_was_attached_to(config):
+def test_model_norm_is_recomputed_on_attach(config):
     host = make_host()
     bem = attach_bem(host, config)
-    before = bem.governor.host_norm()
+    before = bem.governor.model_norm()
     bem.detach()
     with torch.no_grad():
         for site in bem.sites:
             site.module.weight.mul_(10)
     with bem.attach():
-        assert bem.governor.host_norm() == pytest.approx(norm_by_hand(bem), rel=1e-6)
-        assert bem.governor.host_norm() == pytest.approx(10 * before, rel=1e-6)
+        assert bem.governor.model_norm() == pytest.approx(norm_by_hand(bem), rel=1e-6)
+        assert bem.governor.model_norm() == pytest.approx(10 * before, rel=1e-6)
 
 
 class Scaled(torch.nn.Linear):
@@ -435,10 +435,10 @@ class Packed(torch.nn.Linear):
 
 
 @pytest.mark.parametrize("kind, known", [(Transposed, True), (Scaled, False), (Signs, False), (Packed, False)])
-def test_the_norm_of_weights_that_are_not_multiplied_as_they_are_is_not_known(kind, known):
+def test_model_norm_is_unknown_if_weights_are_transformed_before_use(kind, known):
     host = make_host()
     mlp = host.model.layers[0].mlp
     mlp.down_proj = kind(mlp.down_proj.in_features, mlp.down_proj.out_features)
     with attach_bem(host, BemConfig(rank=2, sites=("down",))) as bem:
-        norm = bem.governor.host_norm()
+        norm = bem.governor.model_norm()
         assert norm == pytest.approx(norm_by_hand(bem), rel=1e-6) if known else math.isnan(norm)

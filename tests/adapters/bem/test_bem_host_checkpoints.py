@@ -1,4 +1,4 @@
-"""Gradient checkpointing of the host: its backward pass runs layers again, and gradients are those of none."""
+"""An adapter's gradients are the same with gradient checkpointing of the model."""
 
 from functools import partial
 
@@ -68,7 +68,7 @@ HooksWithin.forward = LlamaDecoderLayer.forward.__wrapped__
 @pytest.mark.parametrize("older", [False, True], ids=["hooks outside", "hooks within"])
 @pytest.mark.parametrize("reentrant", [False, True], ids=["not reentrant", "reentrant"])
 @pytest.mark.parametrize("name", CONFIGS)
-def test_gradients_are_those_without_checkpointing(name, reentrant, older):
+def test_gradients_equal_those_without_checkpointing(name, reentrant, older):
     model = make_host(layers=3).train()
     with randomise(attach_bem(model, CONFIGS[name])) as bem:
         expected = gradients(model, bem, lambda: two_forwards(model))
@@ -88,7 +88,7 @@ def test_gradients_are_those_without_checkpointing(name, reentrant, older):
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_losses_of_an_adapter_and_what_layers_before_it_learn_are_the_same(reentrant):
+def test_losses_and_gradients_of_earlier_layers_equal_those_without(reentrant):
     """A parameter before the layer that is read has its gradient through the codes too."""
     found = []
     for checkpointed in (False, True):
@@ -107,7 +107,7 @@ def test_losses_of_an_adapter_and_what_layers_before_it_learn_are_the_same(reent
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_a_backward_pass_knows_what_was_on_in_its_forward(reentrant):
+def test_recomputation_uses_the_adapter_state_of_the_original_forward(reentrant):
     """The adapter is silenced, or off, when the layers of a steered forward run again; and the reverse."""
     model = make_host().train()
     checkpoint(model, reentrant)
@@ -136,7 +136,7 @@ def test_a_backward_pass_knows_what_was_on_in_its_forward(reentrant):
         loss.backward()
 
 
-def test_checkpointing_that_cannot_be_followed_is_refused():
+def test_unsupported_checkpointing_is_refused():
     model = make_host().train()
     checkpoint(model)
     with (
@@ -147,7 +147,7 @@ def test_checkpointing_that_cannot_be_followed_is_refused():
     with attach_bem(model, CONFIGS["all sites"]):
         for layer in model.model.layers:
             del layer._gradient_checkpointing_func
-        with pytest.raises(BemError, match="no checkpoint function by which codes could be followed"):
+        with pytest.raises(BemError, match="no checkpoint function through which codes could be passed"):
             model(IDS)
         model.eval()
         model(IDS)

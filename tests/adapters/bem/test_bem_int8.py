@@ -1,6 +1,4 @@
-"""An int8 adapter: U and V within half a step of each column, updates within the bound that follows, the controller
-untouched, limits kept.
-"""
+"""An int8 adapter stays within its error bound and its limits; the controller keeps its precision."""
 
 import json
 import os
@@ -121,7 +119,7 @@ def pair(folder):
     assert "torchao" not in sys.modules
 
 
-def test_a_value_is_within_half_a_step_of_its_column(pair):
+def test_values_are_within_half_a_quantisation_step_of_their_column(pair):
     wide, small = pair
     for key, update in small.updates.items():
         for name in "UV":
@@ -142,7 +140,7 @@ def test_a_value_is_within_half_a_step_of_its_column(pair):
             )
 
 
-def test_an_update_is_within_the_bound_and_a_cast_is_far_worse(pair):
+def test_int8_update_is_within_its_bound_and_a_cast_is_far_worse(pair):
     """`|dW' - dW|_2 <= s |c| (|E_u| |V| + |U| |E_v| + |E_u| |E_v|)`, with `|E| <= sqrt(n sum (scale / 2)^2)`."""
     wide, small = pair
     code, s = np.array([0.7, -1.1, 0.9]), CONFIG.scale
@@ -162,7 +160,7 @@ def test_an_update_is_within_the_bound_and_a_cast_is_far_worse(pair):
         assert norm(cast - exact) > 50 * error and norm(cast - exact) > 0.9 * norm(exact)
 
 
-def test_the_host_says_nearly_the_same_and_within_the_same_limits(pair):
+def test_int8_adapter_gives_nearly_equal_logits_within_the_same_limits(pair):
     wide, small = pair
     base, exact, found = logits(make_host()), logits(wide.host), logits(small.host)
     assert 0 < (found - exact).norm() < 0.02 * (exact - base).norm()
@@ -192,7 +190,7 @@ def test_the_controller_keeps_its_precision_and_the_file_is_smaller(pair, folder
     assert (folder / "int8" / WEIGHTS).stat().st_size < (folder / "wide" / WEIGHTS).stat().st_size
 
 
-def test_it_is_saved_again_and_runs_with_a_cache(pair, tmp_path):
+def test_int8_adapter_can_be_saved_again_and_runs_with_a_cache(pair, tmp_path):
     _, small = pair
     expected = logits(small.host)
     out = small.host.generate(IDS, max_new_tokens=6, do_sample=False)
@@ -205,7 +203,7 @@ def test_it_is_saved_again_and_runs_with_a_cache(pair, tmp_path):
 
 
 @pytest.mark.parametrize("level", POLICIES)
-def test_of_every_level_the_copy_is_the_adapter_but_for_rounded_matrices(folder, level):
+def test_int8_copy_differs_only_in_rounded_matrices_at_every_level(folder, level):
     said = torch.load(folder / "levels.pt")[level]
     (wide, chosen, at), (small, small_chosen, small_at), (again,) = said["wide"], said["small"], said["again"]
     assert chosen == small_chosen and torch.equal(at, small_at)
@@ -217,7 +215,7 @@ def test_of_every_level_the_copy_is_the_adapter_but_for_rounded_matrices(folder,
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
-def test_a_controller_of_another_dtype_comes_back_as_it_was(folder, dtype):
+def test_controller_dtype_survives_saving_and_loading(folder, dtype):
     with (
         attach_bem(make_host(), folder / f"int8 {dtype}") as small,
         attach_bem(make_host(), folder / f"wide {dtype}") as wide,
@@ -232,7 +230,7 @@ def test_a_controller_of_another_dtype_comes_back_as_it_was(folder, dtype):
         assert torch.equal(logits(small.host), torch.load(folder / f"logits {dtype}.pt"))
 
 
-def test_an_int8_adapter_is_not_made_int8_again(folder):
+def test_int8_adapter_cannot_be_quantised_again(folder):
     assert "are int8 already" in json.loads((folder / "said.json").read_text())
 
 

@@ -1,6 +1,4 @@
-"""Adapters learn: every loss has its true value, toys with known answers are learned, and a distilled adapter is what
-PEFT loads.
-"""
+"""Losses, training, imitation, reinforcement and distillation of adapters, on toys with known answers."""
 
 import copy
 import math
@@ -21,7 +19,7 @@ from probemon.adapters.bem.imitation import imitate, imitation_error
 from probemon.adapters.bem.losses import LossWeights, adapter_losses, base_logits, recorded_codes, share_entropy
 from probemon.adapters.bem.policy import Categorical, Gaussian, acting, improve, regret
 from probemon.adapters.bem.training import Objective, TrainSettings, evaluate, fit, train
-from probemon.errors import BemError, BemFileError, ConfigError, HostMismatch, NotSupportedHost
+from probemon.errors import BemError, BemFileError, ConfigError, ModelMismatch, UnsupportedModel
 
 SMALL = {"rank": 3, "width": 6, "chunk_tokens": 4, "prefix_tokens": 8}
 IDS = torch.randint(3, VOCAB, (3, 19), generator=torch.Generator().manual_seed(0))
@@ -56,7 +54,7 @@ def log_softmax(x):
 # -- losses ------------------------------------------------------------------------------------------
 
 
-def test_the_kl_is_to_the_bare_host_and_not_to_itself():
+def test_kl_term_compares_with_the_unsteered_model():
     model, bare = make_host(), make_host()
     with attach_bem(model, BemConfig(**SMALL, sites=("q", "o", "down"))) as bem:
         assert float(adapter_losses(bem, BATCH).terms["kl"]) == 0.0  # U = 0
@@ -73,7 +71,7 @@ def test_the_kl_is_to_the_bare_host_and_not_to_itself():
         assert float(adapter_losses(bem, BATCH).terms["kl"]) < expected
 
 
-def test_the_silenced_host_is_the_bare_one_bit_for_bit_and_a_generation_under_way_goes_on():
+def test_base_logits_equal_the_unsteered_model_and_keep_a_running_generation():
     model = make_host()
     expected = logits_of(model, mask=MASK)
     with randomise(attach_bem(model, BemConfig(**SMALL))) as bem, torch.no_grad():
@@ -89,7 +87,7 @@ def test_the_silenced_host_is_the_bare_one_bit_for_bit_and_a_generation_under_wa
 
 
 @pytest.mark.parametrize("level", ["position", "chunk"])
-def test_every_term_has_the_value_of_a_plain_loop(level):
+def test_every_loss_term_equals_a_plain_loop(level):
     model = make_host()
     with randomise(
         attach_bem(model, BemConfig(**SMALL, level=level, sites=("q", "o", "down"), token_limit=9, spectral_cap=None))
@@ -133,7 +131,7 @@ def test_every_term_has_the_value_of_a_plain_loop(level):
 @pytest.mark.parametrize(
     "kind, expected", [("indifferent", 0.0), ("collapsed", 0.0), ("by chunk", -0.97), ("by token", -0.97)]
 )
-def test_entropy_rewards_specialisation_and_neither_collapse_nor_indifference(kind, expected):
+def test_entropy_term_rewards_specialised_codes(kind, expected):
     """Four streams over 8 dimensions whose mutual information is known: each decision has an entropy of .02 of log 8
     where it is sure, and 1 where it is not.
     """
@@ -154,7 +152,7 @@ def test_entropy_rewards_specialisation_and_neither_collapse_nor_indifference(ki
     assert abs(float(share_entropy(codes, torch.ones(codes.shape[:2], dtype=torch.bool))) - expected) < 0.02
 
 
-def test_terms_of_weight_zero_are_not_computed_and_weights_are_checked():
+def test_zero_weight_terms_are_skipped_and_weights_are_validated():
     model = make_host()
     with attach_bem(model, BemConfig(**SMALL)) as bem:
         assert set(adapter_losses(bem, BATCH, LM_ONLY).terms) == {"lm"}
@@ -169,7 +167,7 @@ def test_terms_of_weight_zero_are_not_computed_and_weights_are_checked():
         adapter_losses(bem, BATCH)
 
 
-def test_confidence_rises_where_the_update_helps_and_falls_where_it_harms():
+def test_confidence_rises_if_the_update_helps_and_falls_if_it_harms():
     """What multiplies a code is confidence, not uncertainty: alone free to learn, it goes up for the adapter's own
     words and down for the host's.
     """
@@ -205,7 +203,7 @@ def test_confidence_rises_where_the_update_helps_and_falls_where_it_harms():
 # -- training ----------------------------------------------------------------------------------------
 
 
-def test_training_is_deterministic_changes_the_adapter_alone_and_can_be_undone():
+def test_training_is_deterministic_and_changes_only_the_adapter():
     model = make_host()
     for parameter in model.parameters():
         parameter.requires_grad_(True)  # as hosts are loaded
@@ -229,7 +227,7 @@ def test_training_is_deterministic_changes_the_adapter_alone_and_can_be_undone()
     assert [round(step.lr / 1e-2, 6) for step in made[0][1].steps] == [0.25, 0.5, 0.75, 1, 0.8, 0.6, 0.4, 0.2]
 
 
-def test_a_loss_that_is_not_finite_stops_before_it_is_learned_from():
+def test_nonfinite_loss_stops_training_before_an_update():
     model = make_host()
     with torch.no_grad():
         model.get_output_embeddings().weight[0] = math.nan
@@ -297,7 +295,7 @@ def test_transformers_trainer_learns_the_same(tmp_path):
     assert float(made[0]["updates.down_1.U"].abs().max()) > 1e-3
 
 
-def test_what_a_trainer_saves_on_the_way_opens_as_an_adapter(tmp_path):
+def test_trainer_checkpoint_opens_as_an_adapter_and_resumes_exactly(tmp_path):
     """And the training goes on from it, as if it had never stopped."""
     from transformers import Trainer, TrainingArguments
 
@@ -356,11 +354,11 @@ def test_what_a_trainer_saves_on_the_way_opens_as_an_adapter(tmp_path):
         trainer(tmp_path / "again", 4, fresh).train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
         model.eval()
         assert torch.equal(logits_of(model), expected["last"])
-    with pytest.raises(HostMismatch, match="layers"):
+    with pytest.raises(ModelMismatch, match="layers"):
         attach_bem(make_host(layers=3), tmp_path / "last")
 
 
-def test_a_checkpoint_that_is_no_adapter_is_refused_with_its_remedy(tmp_path):
+def test_checkpoint_without_an_adapter_is_refused_with_a_remedy(tmp_path):
     model, path = make_host(), tmp_path / "model.safetensors"
     with attach_bem(model, BemConfig(**SMALL)) as bem:
         whole = {name: x.detach().clone() for name, x in Objective(bem).state_dict().items()}
@@ -388,7 +386,7 @@ def test_a_checkpoint_that_is_no_adapter_is_refused_with_its_remedy(tmp_path):
 
 
 @peft_asks_by_an_older_name
-def test_a_routed_adapter_learns_two_domains_better_than_a_lora_with_more_parameters():
+def test_routed_adapter_learns_two_domains_better_than_a_larger_lora():
     """One seed and few steps."""
     learning, held_out = two_domains(0, 1, 16), two_domains(0, 3, 8)
     model, bem, n_routed = routed(0, 3e-2, 60, learning)
@@ -406,12 +404,12 @@ def test_a_routed_adapter_learns_two_domains_better_than_a_lora_with_more_parame
 
 
 @pytest.mark.parametrize("level", ["prefix", "token"])
-def test_experts_are_imitated_on_rows_never_seen(level):
+def test_imitation_generalises_to_unseen_sequences(level):
     found = imitated(0, 150, level)
     assert found["before"] > 1 and found["after"] < 0.01
 
 
-def test_the_error_of_imitation_is_zero_for_the_experts_and_one_for_their_mean():
+def test_imitation_error_is_zero_for_the_experts_and_one_for_their_mean():
     model = make_host()
     with randomise(attach_bem(model, BemConfig(**SMALL, level="token")), seed=1) as bem:
         with torch.no_grad(), recorded_codes(bem) as seen:
@@ -459,7 +457,7 @@ def constant(bem, code, sure=None):
 # -- policy gradient ---------------------------------------------------------------------------------
 
 
-def test_log_probabilities_are_those_of_the_distributions():
+def test_log_probabilities_equal_those_of_the_distributions():
     generator = torch.Generator().manual_seed(0)
     codes, experts = (
         torch.randn(7, 3, generator=generator, dtype=torch.float64),
@@ -484,7 +482,7 @@ def test_log_probabilities_are_those_of_the_distributions():
 
 
 @pytest.mark.parametrize("kind", ["gaussian", "categorical"])
-def test_the_estimated_gradient_is_that_of_the_expected_reward(kind):
+def test_policy_gradient_estimate_equals_the_exact_gradient(kind):
     """With any baseline: the mean over 200,000 draws, within five standard errors of the gradient by hand."""
     generator, n = torch.Generator().manual_seed(0), 200_000
     code = torch.tensor([0.3, -0.8, 0.5], dtype=torch.float64)
@@ -505,7 +503,7 @@ def test_the_estimated_gradient_is_that_of_the_expected_reward(kind):
 
 
 @pytest.mark.parametrize("level", ["position", "prefix", "chunk", "token"])
-def test_a_decision_is_made_where_a_code_may_change_and_holds_until_the_next(level):
+def test_action_is_drawn_when_a_code_may_change_and_holds_until_the_next(level):
     model = make_host()
     acts = (MASK == 1) & (torch.arange(19) >= 2)
     policy = Gaussian(0.5)
@@ -535,7 +533,7 @@ def test_a_decision_is_made_where_a_code_may_change_and_holds_until_the_next(lev
         assert int(acted.n[row]) == decisions and abs(float(acted.log_prob[row].detach()) - log_prob) < 1e-4
 
 
-def test_regret_is_what_the_best_would_have_earned_more():
+def test_regret_is_the_best_reward_minus_the_earned_one():
     rewards = torch.tensor([[0.0, 0.5], [1.0, 0.5], [1.0, 1.0]])
     assert regret(rewards, 1.0).tolist() == [0.75, 1.0, 1.0]
     assert regret(rewards, torch.tensor([[0.5, 0.5], [1.0, 1.0], [1.0, 1.0]])).tolist() == [0.25, 0.5, 0.5]
@@ -551,7 +549,7 @@ def test_regret_falls_far_below_that_of_a_uniform_choice():
     )
 
 
-def test_the_policy_learns_by_reward_alone_and_leaves_updates_and_host():
+def test_policy_learns_from_reward_without_changing_updates_or_model():
     """The first step only sets the baseline; a reward that does not depend on actions teaches nothing on average, and
     one of a wrong shape is refused.
     """
@@ -625,7 +623,7 @@ def test_a_constant_code_becomes_a_lora_that_peft_loads(tmp_path, cap):
     ].abs().max() > 0.1
 
 
-def test_least_squares_is_the_nearest_lora_with_the_same_inputs():
+def test_least_squares_distillation_is_optimal():
     """Against numpy's least squares on the outputs themselves; the mean code is further away."""
     model = make_host()
     with randomise(attach_bem(model, BemConfig(**SMALL, layers=(1,), sites=("down",), spectral_cap=None))) as bem:
@@ -663,7 +661,7 @@ def test_least_squares_is_the_nearest_lora_with_the_same_inputs():
 
 
 @peft_asks_by_an_older_name
-def test_trained_distillation_is_nearer_in_what_is_said_and_touches_nothing_else(tmp_path):
+def test_trained_distillation_is_nearer_in_output_and_changes_nothing_else(tmp_path):
     from peft import PeftModel
 
     model = make_host()
@@ -688,7 +686,7 @@ def test_trained_distillation_is_nearer_in_what_is_said_and_touches_nothing_else
     )
 
 
-def test_a_distilled_adapter_is_no_worse_than_a_lora_trained_anew():
+def test_distilled_adapter_is_no_worse_than_a_freshly_trained_lora():
     """The same sites, rank, data, steps and learning rate."""
     lessons, held_out, settings = two_domains(0, 1, 24), two_domains(0, 3, 8), TrainSettings(n_steps=80, lr=3e-2)
     _, bem, _ = routed(0, 5e-2, 120, lessons)
@@ -703,7 +701,7 @@ def test_a_distilled_adapter_is_no_worse_than_a_lora_trained_anew():
     assert rank == lora.rank == 8 and evaluate(model, held_out) < evaluate(anew, held_out) < 2
 
 
-def test_what_is_distilled_is_asked_where_labels_are_and_may_heed_them():
+def test_distillation_is_trained_at_labels_and_can_include_their_loss():
     """Of each term the first step's value, by hand; the rank and what training begins with are as they were
     asked for.
     """
@@ -721,7 +719,7 @@ def test_what_is_distilled_is_asked_where_labels_are_and_may_heed_them():
                 (None, None, 0),
             )
         }
-        with pytest.raises(ConfigError, match="no token at which anything is asked"):
+        with pytest.raises(ConfigError, match="no token that counts"):
             distil_trained(bem, [{**batch, "labels": torch.full_like(IDS, -100)}], settings)
         with pytest.raises(
             ConfigError, match=r"labels is 0\.5, and a batch has input_ids, attention_mask: give it labels"
@@ -764,12 +762,12 @@ def test_what_is_distilled_is_asked_where_labels_are_and_may_heed_them():
 def test_a_block_without_a_weight_cannot_become_a_lora():
     with (
         attach_bem(make_host("mixtral"), BemConfig(**SMALL)) as bem,
-        pytest.raises(NotSupportedHost, match=r"site down\.0 is no plain linear layer"),
+        pytest.raises(UnsupportedModel, match=r"site down\.0 is not a plain linear layer"),
     ):
         distil(bem, [{"input_ids": IDS}])
 
 
-def test_the_toy_host_and_data_are_what_they_say():
+def test_toy_model_and_data_have_their_stated_statistics():
     """Half the rows of each domain; nine steps in ten, and chance's share of the tenth, are by the domain's own
     permutation.
     """

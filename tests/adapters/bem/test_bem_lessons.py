@@ -1,4 +1,4 @@
-"""Lessons: the tokens of a row are those of its whole text, and those of an answer count, whatever the tokenizer."""
+"""Training rows are tokenized as the whole text is, and only answer tokens count."""
 
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
@@ -58,7 +58,7 @@ def counted(lesson):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_chat_has_the_tokens_of_its_template_and_the_answers_count(kind):
+def test_chat_lesson_has_template_tokens_and_counts_only_answers(kind):
     tokenizer = make_tokenizer(kind)
     lesson = make_lesson({"messages": CHAT}, "row", tokenizer)
     assert list(lesson.ids) == tokenizer.apply_chat_template(CHAT, tokenize=True, return_dict=False)
@@ -71,7 +71,7 @@ def test_a_chat_has_the_tokens_of_its_template_and_the_answers_count(kind):
 
 
 @pytest.mark.parametrize("kind", ["bytes", "trimmed"])
-def test_of_bytes_it_is_what_the_parts_give_where_these_are_the_whole(kind):
+def test_chat_tokens_equal_concatenated_parts_for_byte_tokenizers(kind):
     tokenizer = make_tokenizer(kind)
     ids, counts = [], []
     for i, turn in enumerate(CHAT):
@@ -84,7 +84,7 @@ def test_of_bytes_it_is_what_the_parts_give_where_these_are_the_whole(kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_token_across_the_border_of_a_chat_is_the_answers(kind):
+def test_token_across_a_turn_border_counts_as_the_answers(kind):
     tokenizer = make_tokenizer(kind, PLAIN)
     tokenizer.add_tokens([":Yes"])
     lesson = make_lesson({"prompt": "Hm?", "answer": "Yes."}, "row", tokenizer)
@@ -94,7 +94,7 @@ def test_a_token_across_the_border_of_a_chat_is_the_answers(kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_without_a_template_the_prompt_is_what_the_host_is_given(kind):
+def test_prompt_is_tokenized_plainly_without_a_chat_template(kind):
     tokenizer = make_tokenizer(kind, None)
     asked = tokenizer("What is a probe?")["input_ids"]
     lesson = make_lesson({"prompt": "What is a probe?", "answer": "A probe."}, "row", tokenizer)
@@ -105,7 +105,7 @@ def test_without_a_template_the_prompt_is_what_the_host_is_given(kind):
     assert list(lesson.ids) == asked + tokenizer("Yes</s>", add_special_tokens=False)["input_ids"]
 
 
-def test_a_tokenizer_that_says_no_places_counts_the_same_tokens_or_is_refused(monkeypatch):
+def test_tokenizer_without_offsets_counts_the_same_tokens_or_is_refused(monkeypatch):
     expected = [make_lesson({"messages": CHAT}, "row", make_tokenizer(kind)) for kind in KINDS]
     monkeypatch.setattr(PreTrainedTokenizerFast, "is_fast", property(lambda self: False))
     assert [make_lesson({"messages": CHAT}, "row", make_tokenizer(kind)) for kind in KINDS] == expected

@@ -1,4 +1,4 @@
-"""Levels that are not given: by how far a chunk's tokens spread, and learned for each site at a price in operations."""
+"""Levels chosen by the spread of a chunk's tokens, or learned for each site at a price in operations."""
 
 import math
 from dataclasses import replace
@@ -51,7 +51,7 @@ def attached(host, config):
 
 
 @pytest.mark.parametrize("config", [ENERGY, LEARNED], ids=["energy", "learned"])
-def test_cached_cut_anywhere_padded_and_saved_it_says_what_one_forward_says(config, tmp_path):
+def test_cached_padded_and_reloaded_logits_equal_one_forward(config, tmp_path):
     host, ids = make_host(), some_ids()
     with attached(host, config) as bem:
         whole = logits(host, ids)
@@ -74,7 +74,7 @@ def test_cached_cut_anywhere_padded_and_saved_it_says_what_one_forward_says(conf
         assert torch.equal(logits(host, ids), whole)
 
 
-def test_the_level_by_energy_is_that_of_a_plain_loop_and_of_alike_tokens_the_coarsest():
+def test_energy_level_equals_a_plain_loop_and_is_coarsest_for_equal_tokens():
     host, ids = make_host(), some_ids()
     ids[0] = 5  # a row of one token: its chunks do not spread
     with randomise(attach_bem(host, ENERGY)) as bem, torch.no_grad(), recorded_codes(bem) as seen:
@@ -93,7 +93,7 @@ def test_the_level_by_energy_is_that_of_a_plain_loop_and_of_alike_tokens_the_coa
     assert set(seen[0].level[0, 4:].tolist()) == {0} and set(seen[0].level[1:].flatten().tolist()) == {0, 1, 2}
 
 
-def test_each_site_takes_the_codes_of_its_own_level_within_the_limits():
+def test_each_site_uses_codes_of_its_own_level_within_the_limits():
     host, ids = make_host(), some_ids(1)
     with planted(host, replace(LEARNED, spectral_cap=0.5)) as bem:
         seen = {}
@@ -144,7 +144,7 @@ def learned_from(teacher_logits, weight, levels=PLANTED, n_steps=120):
     return chosen
 
 
-def test_the_planted_levels_are_found_and_a_price_moves_them():
+def test_planted_levels_are_recovered_and_a_price_changes_them():
     host = make_host()
     with planted(host, replace(LEARNED, sites=("o", "down"), spectral_cap=None)):
         truth = [logits(host, some_ids(8, 24, seed)) for seed in range(4)]
@@ -163,7 +163,7 @@ def with_experts(by_token, seed):
 
 
 @pytest.mark.parametrize(("by_token", "operations", "expected"), [(True, 0.0, "token"), (False, 1e-3, "prefix")])
-def test_experts_are_imitated_at_the_cheapest_level_that_can_follow_them(by_token, operations, expected):
+def test_imitation_learns_the_cheapest_sufficient_level(by_token, operations, expected):
     """Of an expert of tokens that come by chance, coarser codes know nothing; a row's expert every level can follow."""
     host = make_host()
     with attach_bem(host, LEARNED) as bem:
@@ -176,7 +176,7 @@ def test_experts_are_imitated_at_the_cheapest_level_that_can_follow_them(by_toke
         assert before > 0.9 and error < (0.1 + 1.2 * of_values if by_token else 0.1)
 
 
-def test_the_error_of_imitation_is_that_of_the_level_each_site_has_and_a_price_needs_levels():
+def test_imitation_error_uses_each_sites_level_and_a_price_needs_levels():
     host, batch = make_host(), with_experts(True, 0)
     with planted(host) as bem:
         host.train()  # which is left as it was
@@ -198,7 +198,7 @@ def test_the_error_of_imitation_is_that_of_the_level_each_site_has_and_a_price_n
         imitate(bem, [batch], TrainSettings(n_steps=1), operations=1.0)
 
 
-def test_the_operations_of_a_level_are_those_that_its_router_takes():
+def test_operations_of_a_level_equal_the_measured_cost_of_its_router():
     """Of the controller's products, counted: what codes of a level take more than none."""
     host = make_host()
     hidden, real = torch.randn(1, 64, 16), torch.ones(1, 64, dtype=torch.bool)
@@ -227,7 +227,7 @@ def test_the_operations_of_a_level_are_those_that_its_router_takes():
     assert n_trainable(host, only) == sum(p.numel() for p in attach_bem(host, only).parameters()) and flops(int) == 0
 
 
-def test_settings_that_cannot_be_are_refused():
+def test_invalid_settings_are_refused():
     for wrong, told in (
         ({"level": "energy", "energy_limits": (0.6, 0.4)}, "the smaller first"),
         ({"level": "energy", "energy_limits": (0.1, 1.5)}, "from 0 to 1"),
@@ -240,7 +240,7 @@ def test_settings_that_cannot_be_are_refused():
         adapter_losses(bem, {"input_ids": some_ids()}, LossWeights(operations=1.0))
 
 
-def test_watching_learned_levels_sees_the_same_ones_training_or_not_and_fallen_back_or_not(monkeypatch):
+def test_monitored_levels_are_the_same_in_training_and_after_fallback(monkeypatch):
     """All sites take prefix codes, whose router alone runs: those of a fallback and of training are of every level."""
     host, ids = make_host(), some_ids()
     with attach_bem(host, LEARNED, fallback=FallbackPolicy()) as bem, torch.no_grad():

@@ -1,6 +1,4 @@
-"""Memory: pressure is read where it is, batches become smaller and stay in order, and a checkpointed controller learns
-the same with less kept.
-"""
+"""Memory pressure, smaller batches if memory runs out, and checkpointing of the controller."""
 
 import pytest
 import torch
@@ -26,7 +24,7 @@ def test_pressure_is_the_share_in_use():
 
 
 @pytest.mark.parametrize("version", [2, 1])
-def test_a_group_that_limits_this_process_counts_without_its_cache_of_files(tmp_path, monkeypatch, version):
+def test_cgroup_limits_count_without_the_file_cache(tmp_path, monkeypatch, version):
     _, controller, names = memory._GROUPS[2 - version]
     folder = tmp_path / "inner"
     folder.mkdir()
@@ -43,7 +41,7 @@ def test_a_group_that_limits_this_process_counts_without_its_cache_of_files(tmp_
     assert memory._of_group(tmp_path, controller, names, 10**9) == []
 
 
-def test_what_torch_holds_and_does_not_use_is_free(monkeypatch):
+def test_memory_reserved_but_unused_by_torch_is_free(monkeypatch):
     for name, value in (
         ("mem_get_info", (2 * GIB, 10 * GIB)),
         ("memory_reserved", 5 * GIB),
@@ -54,7 +52,7 @@ def test_what_torch_holds_and_does_not_use_is_free(monkeypatch):
     assert memory_of(torch.device("cuda:0"))() == (4 * GIB, 10 * GIB), "telemetry says the same"
 
 
-def test_telemetry_has_the_limit_that_pressure_has(monkeypatch):
+def test_telemetry_and_memory_pressure_use_the_same_limit(monkeypatch):
     used, whole = memory_of(torch.device("cpu"))()
     assert 1e6 < used < whole <= host_memory()[1] or whole < host_memory()[1]
     limit = whole // 3
@@ -98,7 +96,7 @@ def test_a_batch_is_halved_until_it_fits_and_results_are_in_order(monkeypatch, e
     )
 
 
-def test_pressure_halves_a_batch_before_memory_runs_out_and_never_stops_a_row(monkeypatch):
+def test_pressure_halves_a_batch_early_and_never_stops_a_single_sequence(monkeypatch):
     monkeypatch.setattr(memory.gc, "collect", lambda: None)
     pressure = iter([0.5, 0.95, 0.95, 0.2] + [0.99] * 99)
     done = with_batch_backoff(
@@ -108,7 +106,7 @@ def test_pressure_halves_a_batch_before_memory_runs_out_and_never_stops_a_row(mo
     assert [done.results[1], done.results[-1]] == [slice(8, 10), slice(15, 16)]
 
 
-def test_what_runs_out_for_one_row_and_any_other_error_are_raised():
+def test_single_sequence_out_of_memory_and_other_errors_are_raised():
     def never(rows):
         raise MemoryError("one row")
 
@@ -148,7 +146,7 @@ def trained(checkpointed):
         return {name: p.grad for name, p in bem.named_parameters()}, out.loss.detach(), appended
 
 
-def test_a_checkpointed_controller_has_the_same_gradients_and_reads_once():
+def test_checkpointed_controller_has_equal_gradients_and_reads_once():
     (grads, loss, [read]), (expected, plain, [whole]) = trained(True), trained(False)
     assert torch.equal(loss, plain) and sum(grad is not None for grad in grads.values()) > 20
     for name, grad in expected.items():
@@ -156,7 +154,7 @@ def test_a_checkpointed_controller_has_the_same_gradients_and_reads_once():
     assert torch.equal(read, whole) and read.shape[1] == 19
 
 
-def test_a_checkpointed_controller_keeps_less():
+def test_checkpointed_controller_saves_less_for_backward():
     """Values that are saved for the backward pass by the controller, with what a checkpoint keeps instead: its hidden
     states.
     """
@@ -184,7 +182,7 @@ def run_under(pack, call, *args):
         return call(*args)
 
 
-def test_without_gradients_nothing_is_computed_twice():
+def test_checkpointed_controller_generates_the_same_without_gradients():
     model = make_host()
     with randomise(attach_bem(model, CONFIG, checkpoint_controller=True)) as bem:
         out = model.generate(IDS, max_new_tokens=5, do_sample=False)

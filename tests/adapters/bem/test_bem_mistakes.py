@@ -1,4 +1,4 @@
-"""What goes wrong around an adapter is told before it does harm."""
+"""Mistakes in the use of an adapter are reported before they do harm."""
 
 import dataclasses
 import json
@@ -30,8 +30,8 @@ from probemon.errors import (
     BemStateError,
     CallbackFailed,
     ConfigError,
-    NotSupportedDecoding,
-    NotSupportedHost,
+    UnsupportedDecoding,
+    UnsupportedModel,
 )
 from probemon.util.files import sha256
 
@@ -41,7 +41,7 @@ LESSONS = [{"input_ids": IDS, "labels": IDS}]
 GREEDY = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
 
 
-def test_an_adapter_is_not_taken_off_in_the_middle_of_a_generation():
+def test_adapter_cannot_be_detached_during_generation():
     model = make_model()
     with attach_bem(model, BemConfig(**SMALL)) as bem:
         expected = model.generate(IDS, **GREEDY)
@@ -50,13 +50,13 @@ def test_an_adapter_is_not_taken_off_in_the_middle_of_a_generation():
             bem.detach()
             return scores
 
-        with pytest.raises(BemError, match=r"1 generate\(\) of this host is under way"):
+        with pytest.raises(BemError, match=r"1 generate\(\) of this model is under way"):
             model.generate(IDS, logits_processor=[leaves], **GREEDY)
         assert bem.open and torch.equal(model.generate(IDS, **GREEDY), expected)
     assert not bem.open
 
 
-def test_what_falls_back_is_not_learned_from():
+def test_training_and_distillation_refuse_a_fallback_policy():
     with attach_bem(make_model(), BemConfig(**SMALL), fallback=FallbackPolicy()) as bem:
         for learn in (
             lambda: train(bem, LESSONS, TrainSettings(n_steps=1)),
@@ -67,7 +67,7 @@ def test_what_falls_back_is_not_learned_from():
                 learn()
 
 
-def test_tokens_that_are_left_out_are_not_distilled_as_if_they_were_not():
+def test_distillation_refuses_sparse_updates():
     with (
         attach_bem(make_model(), BemConfig(**SMALL, sparse_eps=0.9)) as bem,
         pytest.raises(ConfigError, match=r"sparse_eps is 0.9"),
@@ -75,12 +75,12 @@ def test_tokens_that_are_left_out_are_not_distilled_as_if_they_were_not():
         distil(bem, LESSONS)
 
 
-def test_what_cannot_be_on_a_host_that_is_spread_over_ranks_is_refused_when_attached():
+def test_features_unsupported_on_sharded_models_are_refused_when_attached():
     """Of low-rank updates tests/adapters/bem/test_bem_ranks.py shows that they can."""
     model = make_model()
     model._tp_size = 2  # as transformers' tp_plan sets it
     with pytest.raises(
-        NotSupportedHost, match=r"form 'film'.*spread over 2 ranks \(tensor parallel\).*without tp_plan"
+        UnsupportedModel, match=r"form 'film'.*spread over 2 ranks \(tensor parallel\).*without tp_plan"
     ):
         attach_bem(model, BemConfig(form="film"))
     with pytest.raises(ConfigError, match=r"dropout is 0.1.*spread over 2 ranks.*give dropout=0"):
@@ -95,13 +95,13 @@ def test_what_cannot_be_on_a_host_that_is_spread_over_ranks_is_refused_when_atta
         model(IDS)
 
 
-def test_a_site_that_is_run_on_other_states_than_the_forward_has_is_refused_with_a_remedy():
+def test_site_run_on_other_states_is_refused_with_a_remedy():
     model = make_model()
     site = model.model.layers[0].mlp.down_proj
     site.register_forward_pre_hook(lambda module, args: (args[0].reshape(1, -1, args[0].shape[-1]).repeat(1, 2, 1),))
     with (
         attach_bem(model, BemConfig(**SMALL)),
-        pytest.raises(NotSupportedHost, match=r"site down\.0 is run on .* Leave 'down' out of sites"),
+        pytest.raises(UnsupportedModel, match=r"site down\.0 is run on .* Leave 'down' out of sites"),
     ):
         model(IDS)
 
@@ -111,13 +111,13 @@ def test_a_site_that_is_run_on_other_states_than_the_forward_has_is_refused_with
     [None, "x", 3, {}, torch.zeros(2), ((torch.zeros(1), torch.zeros(1)),)],
     ids=lambda cache: type(cache).__name__,
 )
-def test_what_is_no_cache_has_no_state(cache):
+def test_state_of_something_other_than_a_cache_is_an_error(cache):
     with attach_bem(make_model(), BemConfig(**SMALL)) as bem, torch.no_grad():
         filled = bem.host(IDS, use_cache=True).past_key_values
         state = bem.state(filled).tensors()
-        with pytest.raises(BemStateError, match=f"{type(cache).__name__} is no cache.*give the past_key_values"):
+        with pytest.raises(BemStateError, match=f"{type(cache).__name__} is not a cache.*give the past_key_values"):
             bem.state(cache)
-        with pytest.raises(BemStateError, match=f"{type(cache).__name__} is no cache.*give the past_key_values"):
+        with pytest.raises(BemStateError, match=f"{type(cache).__name__} is not a cache.*give the past_key_values"):
             bem.restore(cache, state)
         for saved in (None, "x", [state], {"z": 3}, {**state, "real": None}):
             with pytest.raises(BemStateError, match="give the tensors by name"):
@@ -126,7 +126,7 @@ def test_what_is_no_cache_has_no_state(cache):
 
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
-def test_an_adapter_of_8_bit_floats_is_not_saved_and_loses_nothing(dtype, tmp_path):
+def test_float8_adapter_is_not_saved_and_keeps_the_older_files(dtype, tmp_path):
     with attach_bem(make_model(), BemConfig(**SMALL)) as bem:
         bem.save_pretrained(tmp_path)
         before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
@@ -170,7 +170,7 @@ def hashed(settings):
     )
 
 
-def test_a_saved_adapter_with_settings_left_out_or_other_numbers_is_refused(tmp_path):
+def test_saved_adapter_with_missing_or_invalid_settings_is_refused(tmp_path):
     model = make_model()
     with attach_bem(model, BemConfig(**SMALL)) as bem:
         bem.save_pretrained(tmp_path)
@@ -193,7 +193,7 @@ def test_a_saved_adapter_with_settings_left_out_or_other_numbers_is_refused(tmp_
             attach_bem(model, tmp_path)
 
 
-def test_sizes_that_the_kernels_do_not_have_are_told_when_attached():
+def test_sizes_unsupported_by_the_kernels_are_reported_when_attached():
     for change in ({"rank": MOST_RANK + 1}, {"width": MOST_WIDTH + 1}):
         config = dataclasses.replace(BemConfig(), **change)
         with pytest.raises(ConfigError, match="the kernels have ranks to 64 and widths to 1024"):
@@ -208,12 +208,12 @@ def test_sizes_that_the_kernels_do_not_have_are_told_when_attached():
     assert (kernels[1].MOST_RANK, kernels[0].MOST_WIDTH) == (MOST_RANK, MOST_WIDTH)
 
 
-def test_rules_that_are_none_are_told_at_once():
-    with pytest.raises(ConfigError, match="'collapse' is no rule"):
+def test_invalid_routing_rules_are_refused_at_once():
+    with pytest.raises(ConfigError, match="'collapse' is not a rule"):
         RoutingSettings(rules=("collapse",))
 
 
-def test_learning_makes_gradients_wherever_it_is_called():
+def test_training_enables_gradients_under_no_grad():
     with attach_bem(make_model(), BemConfig(**SMALL)) as bem, torch.no_grad():
         history = train(bem, LESSONS, TrainSettings(n_steps=2, lr=1e-2))
         assert not torch.is_grad_enabled()
@@ -234,20 +234,20 @@ def test_learning_makes_gradients_wherever_it_is_called():
         (lambda: TrainSettings(n_steps="2"), "n_steps is '2'"),
         (lambda: TrainSettings(n_steps=2, lr=None), "lr is None"),
         (lambda: TrainSettings(n_steps=2, seed=-1), "seed is -1"),
-        (lambda: quantize(3), "int is no adapter"),
-        (lambda: train(make_model(), LESSONS, TrainSettings(n_steps=1)), "is no adapter"),
+        (lambda: quantize(3), "int is not an adapter"),
+        (lambda: train(make_model(), LESSONS, TrainSettings(n_steps=1)), "is not an adapter"),
         (lambda: with_batch_backoff(len, 4, size=2.5), "size 2.5"),
         (lambda: with_batch_backoff(len, 4, limit="a"), "limit 'a'"),
         (lambda: evaluate(make_model(), [{"input_ids": IDS}]), "a batch has input_ids and no labels"),
         (lambda: RoutingSettings(memory=3), "memory is 3"),
     ],
 )
-def test_odd_arguments_are_told_by_name(wrong, message):
+def test_invalid_arguments_are_reported_by_name(wrong, message):
     with pytest.raises(ConfigError, match=message):
         wrong()
 
 
-def test_what_cannot_be_learned_from_is_told_before_a_step_is_made():
+def test_unusable_batches_are_refused_before_the_first_step():
     padding = {"input_ids": IDS, "attention_mask": torch.zeros_like(IDS)}
     with attach_bem(make_model(), BemConfig(**SMALL)) as bem:
         with pytest.raises(ConfigError, match="no batch has a token"):
@@ -294,7 +294,7 @@ def learning(bem, settings=None, **changes):
         ({"labels": [1]}, "labels of a batch are a list"),
     ],
 )
-def test_a_batch_that_is_none_is_told_by_whoever_takes_it(changes, message):
+def test_invalid_batch_is_refused_by_every_training_function(changes, message):
     with attach_bem(make_model(), BemConfig(**SMALL)) as bem:
         for name, learn in learning(bem, **changes).items():
             with pytest.raises(ConfigError, match=message):
@@ -302,7 +302,7 @@ def test_a_batch_that_is_none_is_told_by_whoever_takes_it(changes, message):
                 pytest.fail(name)
 
 
-def test_what_is_learned_from_is_told_apart_from_what_is_not():
+def test_training_functions_refuse_invalid_batches_and_settings():
     settings, ok = TrainSettings(n_steps=1), {"input_ids": IDS, "labels": IDS, "expert_codes": torch.ones(1, 3) / 2}
     with attach_bem(make_model(), BemConfig(**SMALL)) as bem:
         ways = (
@@ -328,7 +328,7 @@ def test_what_is_learned_from_is_told_apart_from_what_is_not():
                 measure()
 
 
-def test_rewards_policies_and_baselines_that_are_none_are_told():
+def test_invalid_rewards_policies_and_baselines_are_refused():
     settings, ok = TrainSettings(n_steps=1), {"input_ids": IDS}
     with attach_bem(make_model(), BemConfig(**SMALL)) as bem:
         for reward, policy, more, message in (
@@ -357,7 +357,7 @@ def test_rewards_policies_and_baselines_that_are_none_are_told():
                 wrong()
 
 
-def test_masks_of_whole_numbers_choose_the_tokens_that_those_of_bools_do():
+def test_integer_and_float_masks_equal_bool_masks():
     settings = TrainSettings(n_steps=3)
     where = torch.tensor([[False, True, False, False, True, True], [True, False, False, True, False, False]])
     ids, codes = torch.cat([IDS, IDS.flip(1)]), torch.randn(2, 6, 3, generator=torch.Generator().manual_seed(0)) / 4
@@ -381,7 +381,7 @@ def test_masks_of_whole_numbers_choose_the_tokens_that_those_of_bools_do():
                     learn(batch)
 
 
-def test_another_thread_is_steered_while_this_one_learns():
+def test_other_threads_are_steered_during_training():
     model = make_model()
     with attach_bem(model, BemConfig(**SMALL)) as bem:
         with torch.no_grad():
@@ -421,7 +421,7 @@ def test_a_state_of_another_level_is_not_restored():
                 bem.restore(cache, state)
 
 
-def test_a_state_of_another_dtype_or_of_other_rows_is_not_restored():
+def test_state_of_another_dtype_or_batch_size_is_not_restored():
     model, ids = make_model(), IDS.expand(2, -1)
     with attach_bem(model, BemConfig(**SMALL)) as bem, torch.no_grad():
         cache = model(ids, use_cache=True).past_key_values
@@ -439,15 +439,15 @@ def test_a_state_of_another_dtype_or_of_other_rows_is_not_restored():
         assert (model(ids[:, :1], past_key_values=cache).logits[:, 0] - expected).abs().max() < 1e-5
 
 
-def test_drafts_of_layers_before_the_one_that_is_read_are_refused_by_name():
+def test_drafts_from_layers_before_the_read_layer_are_refused():
     model = make_model(layers=4)
     with attach_bem(model, BemConfig(**SMALL, read_layer=2)):
         assert model.generate(IDS, **GREEDY, assistant_early_exit=3).shape[1] > 6
-        with pytest.raises(NotSupportedDecoding, match=r"drafts are made by the first 2 layers.* of 3 or more"):
+        with pytest.raises(UnsupportedDecoding, match=r"drafts are made by the first 2 layers.* of 3 or more"):
             model.generate(IDS, **GREEDY, assistant_early_exit=2)
 
 
-def test_a_source_of_memory_that_fails_ends_no_generation(tmp_path):
+def test_failing_memory_source_does_not_end_generation(tmp_path):
     def gone():
         raise OSError("no such device")
 
@@ -465,12 +465,12 @@ def test_a_source_of_memory_that_fails_ends_no_generation(tmp_path):
             monitor.add_sink(RoutingJsonLines(tmp_path / "late.jsonl"))
 
 
-def test_sequences_packed_in_one_row_are_refused_with_a_cache():
+def test_packed_sequences_are_refused_with_a_cache():
     """The host would tell them apart by their positions without a cache, and by default it makes one."""
     model = make_model()
     packed = {"input_ids": torch.cat([IDS, IDS[:, :4]], dim=1), "position_ids": torch.tensor([[*range(6), *range(4)]])}
     with attach_bem(model, BemConfig(**SMALL)), torch.no_grad():
-        with pytest.raises(NotSupportedDecoding, match="position_ids that do not rise by one"):
+        with pytest.raises(UnsupportedDecoding, match="position_ids that do not rise by one"):
             model(**packed)
         rising = {"input_ids": IDS, "position_ids": torch.arange(3, 9)[None]}
         assert model(**rising).logits.isfinite().all()
@@ -484,7 +484,7 @@ def test_sequences_packed_in_one_row_are_refused_with_a_cache():
 
 @pytest.mark.parametrize("cap", [1.0, None])
 @pytest.mark.parametrize("where", ["token router", "U"])
-def test_what_is_not_finite_is_recorded_and_ends_no_generation(where, cap):
+def test_nonfinite_codes_are_recorded_without_ending_generation(where, cap):
     model = make_model()
     with attach_bem(model, BemConfig(**SMALL, spectral_cap=cap)) as bem:
         with torch.no_grad():
@@ -505,7 +505,7 @@ def test_what_is_not_finite_is_recorded_and_ends_no_generation(where, cap):
 
 @pytest.mark.parametrize("cap", [1.0, None])
 @pytest.mark.parametrize("rank, sites, level", [(12, ("q", "v"), "chunk"), (20, ("o", "down"), "position")])
-def test_a_rank_may_be_larger_than_a_side_of_some_sites(rank, sites, level, cap):
+def test_rank_may_exceed_the_size_of_some_sites(rank, sites, level, cap):
     """The larger of singular values by the whole matrices, site by site."""
     model = make_host()
     config = BemConfig(rank=rank, width=8, prefix_tokens=8, chunk_tokens=4, sites=sites, level=level, spectral_cap=cap)
@@ -525,7 +525,7 @@ def test_a_rank_may_be_larger_than_a_side_of_some_sites(rank, sites, level, cap)
             assert model(IDS).logits.isfinite().all()
 
 
-def test_padding_predicts_nothing():
+def test_first_token_after_padding_is_not_a_label():
     """The first token of a row padded on the left stands behind padding: it is no label."""
     model = make_model()
     pads = torch.zeros_like(IDS[:, :2])
@@ -549,7 +549,7 @@ def test_padding_predicts_nothing():
         assert max(measured) - min(measured) < 1e-5 and abs(measured[0] - found[0]) < 1e-5
 
 
-def test_nothing_to_learn_from_is_not_called_divergence():
+def test_batches_without_labels_are_not_reported_as_divergence():
     padding = {"input_ids": IDS, "attention_mask": torch.zeros_like(IDS)}
     experts = {
         "input_ids": IDS,
@@ -579,7 +579,7 @@ def test_nothing_to_learn_from_is_not_called_divergence():
                 learn()
 
 
-def test_learning_in_inference_mode_is_learning():
+def test_training_works_in_inference_mode():
     losses = []
     for block in (torch.enable_grad(), torch.inference_mode()):
         with attach_bem(make_model(), BemConfig(**SMALL)) as bem, block:
@@ -588,17 +588,17 @@ def test_learning_in_inference_mode_is_learning():
     assert losses[0] == losses[1] and losses[0][2] < losses[0][0]
 
 
-def test_a_host_through_which_nothing_can_be_learned_is_told():
+def test_model_made_in_inference_mode_is_refused_for_training():
     with torch.inference_mode():
         model = make_model()
     with attach_bem(model, BemConfig(**SMALL)) as bem:
         for learn in (lambda: train(bem, LESSONS, TrainSettings(n_steps=1)), lambda: distil(bem, LESSONS)):
-            with pytest.raises(ConfigError, match="the host was made in torch"):
+            with pytest.raises(ConfigError, match="the model was made in torch"):
                 learn()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
-def test_a_saved_adapter_comes_back_in_its_own_precision(tmp_path, dtype):
+def test_reloaded_adapter_keeps_its_precision(tmp_path, dtype):
     model = make_model()
     with attach_bem(model, BemConfig(**SMALL)) as bem:
         with torch.no_grad():
@@ -620,7 +620,7 @@ def test_a_saved_adapter_comes_back_in_its_own_precision(tmp_path, dtype):
     ],
     ids=str,
 )
-def test_each_part_of_a_saved_adapter_comes_back_in_its_own_precision(tmp_path, part, dtype):
+def test_reloaded_adapter_keeps_the_precision_of_each_part(tmp_path, part, dtype):
     model = make_model()
     with attach_bem(model, BemConfig(**SMALL)) as bem:
         with torch.no_grad():
@@ -641,7 +641,7 @@ def test_each_part_of_a_saved_adapter_comes_back_in_its_own_precision(tmp_path, 
             assert not any(parameter.is_inference() or not parameter.requires_grad for parameter in again.parameters())
 
 
-def test_a_place_that_is_a_file_is_told(tmp_path):
+def test_saving_to_a_path_that_is_a_file_is_an_error(tmp_path):
     (tmp_path / "file").write_text("mine")
     with attach_bem(make_model(), BemConfig(**SMALL)) as bem:
         for save in (bem.save_pretrained, distil(bem, LESSONS).save):
@@ -650,7 +650,7 @@ def test_a_place_that_is_a_file_is_told(tmp_path):
     assert (tmp_path / "file").read_text() == "mine"
 
 
-def test_numbers_that_are_none_are_refused_where_they_are_given():
+def test_invalid_memory_readings_and_settings_are_refused():
     for source in (lambda: (float("nan"), 10), lambda: (1, 0), lambda: 3, lambda: (1, "10"), lambda: (-1, 10)):
         with pytest.raises(ConfigError, match="the source of memory gives"):
             memory_pressure(source)
@@ -685,7 +685,7 @@ def test_the_kernel_is_not_chosen_for_an_adapter_in_half_precision(tmp_path, mon
         assert bem.impl == "triton" and bem.controller.fused
 
 
-def test_batches_hold_what_rewards_need_and_nothing_where_there_is_none():
+def test_batches_may_hold_extra_data_for_rewards_and_none_values():
     class Lesson(dict):
         tag = "mine"
 
@@ -703,7 +703,7 @@ def test_batches_hold_what_rewards_need_and_nothing_where_there_is_none():
     assert seen == [("mine", ["x"])]
 
 
-def test_packed_rows_whose_mask_hides_nothing_are_refused_where_the_host_drops_it():
+def test_packed_sequences_with_an_all_ones_mask_are_refused_if_it_is_dropped():
     model = make_model()
     packed = {
         "input_ids": torch.cat([IDS, IDS[:, :4]], dim=1),
@@ -713,11 +713,11 @@ def test_packed_rows_whose_mask_hides_nothing_are_refused_where_the_host_drops_i
     with attach_bem(model, BemConfig(**SMALL)), torch.no_grad():
         assert model(**packed).logits.isfinite().all()  # one row to the host
         model.config._attn_implementation = "flash_attention_2"
-        with pytest.raises(NotSupportedDecoding, match="position_ids that do not rise by one"):
+        with pytest.raises(UnsupportedDecoding, match="position_ids that do not rise by one"):
             model(**packed)
 
 
-def test_an_adapter_of_the_decoder_inside_is_watched_from_the_whole_model_and_the_reverse():
+def test_routing_of_the_inner_decoder_and_the_whole_model_is_the_same():
     model = make_model()
     for attached, watched in ((model.model, model), (model, model.model)):
         with (
@@ -729,7 +729,7 @@ def test_an_adapter_of_the_decoder_inside_is_watched_from_the_whole_model_and_th
         assert monitor.n_tokens == IDS.numel()
 
 
-def test_what_evaluations_cannot_take_is_told():
+def test_invalid_evaluation_inputs_are_refused():
     fine = {"start": 0.0, "rows": 0.0, "leak": 0.0, "cached": 0.0, "cut": 1e-6}
     for wrong in ("none", True, [0.0]):
         with pytest.raises(ConfigError, match=r"the error of rows is .*give a number, or None"):
@@ -747,7 +747,7 @@ def test_what_evaluations_cannot_take_is_told():
         peak_memory(3)
 
 
-def test_an_adapter_of_which_nothing_would_learn_is_refused():
+def test_adapter_with_all_learning_rates_zero_is_refused():
     with attach_bem(make_host(), BemConfig(rank=2, width=6)) as bem:
         none = TrainSettings(n_steps=1, multipliers={"controller": 0.0, "updates": 0})
         with pytest.raises(ConfigError, match="nothing would learn: leave one over 0, or leave out"):
@@ -755,9 +755,9 @@ def test_an_adapter_of_which_nothing_would_learn_is_refused():
         assert len(parameter_groups(bem, dataclasses.replace(none, multipliers={"controller": 0.0}))) == 2
 
 
-def test_that_other_forms_have_no_int8_is_said_with_a_remedy(tmp_path):
+def test_int8_of_other_forms_is_refused_with_a_remedy(tmp_path):
     with attach_bem(make_host(), BemConfig(form="film", rank=2, width=6)) as bem:
-        with pytest.raises(BemError, match=r"only of low_rank .*bem\.bfloat16\(\)"):
+        with pytest.raises(BemError, match=r"only low_rank .*bem\.bfloat16\(\)"):
             quantize(bem)
         logits = bem.host(torch.tensor([[3, 4, 5]])).logits
         assert torch.equal(bem.bfloat16().host(torch.tensor([[3, 4, 5]])).logits, logits)  # the remedy runs

@@ -1,4 +1,4 @@
-"""Several sequences packed in one row are each as if they were alone; where that cannot be known, they are refused."""
+"""Sequences packed in one row behave like separate ones, or are refused if their boundaries are unknown."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from probemon.adapters.bem.evaluation.held_out import measure
 from probemon.adapters.bem.losses import LossWeights, adapter_losses, silenced
 from probemon.adapters.bem.packing import Packing, packing_of
 from probemon.adapters.bem.training import Objective, TrainSettings, evaluate, train
-from probemon.errors import NotSupportedDecoding
+from probemon.errors import UnsupportedDecoding
 
 SMALL = {"rank": 3, "width": 6, "chunk_tokens": 3, "prefix_tokens": 6, "token_limit": 8}
 CONFIGS = {
@@ -34,7 +34,7 @@ def recorded(model, bem, **inputs):
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("name", CONFIGS)
-def test_packed_sequences_have_the_codes_logits_and_gradients_of_each_alone(name, attention):
+def test_packed_sequences_equal_each_alone_in_codes_logits_and_gradients(name, attention):
     model = make_host().double()
     model.set_attn_implementation(attention)
     close = {"sdpa": 1e-10, "eager": 1e-5}[attention]  # whose softmax is in fp32
@@ -56,7 +56,7 @@ def test_packed_sequences_have_the_codes_logits_and_gradients_of_each_alone(name
         assert (parameter.grad - grad).abs().max() <= close * max(1.0, float(grad.abs().max()))
 
 
-def test_rows_of_several_sequences_are_told_apart_in_a_batch():
+def test_packed_sequences_are_separated_in_a_batch():
     model = make_host().double()
     ids = torch.cat([torch.cat([ROWS[0], ROWS[3]], dim=1), torch.cat([ROWS[3], ROWS[0]], dim=1)])
     positions = torch.tensor([[*range(7), *range(3)], [*range(3), *range(7)]])
@@ -69,7 +69,7 @@ def test_rows_of_several_sequences_are_told_apart_in_a_batch():
 
 
 @pytest.mark.parametrize("reentrant", [None, False, True])
-def test_losses_and_what_is_learned_are_those_of_the_rows(reentrant):
+def test_training_on_packed_sequences_equals_training_on_each_alone(reentrant):
     """All six terms, with the host's gradient checkpointing too. What each row's mean is over, the packed one's is."""
     model = make_host().double()
     if reentrant is not None:
@@ -97,7 +97,7 @@ def test_losses_and_what_is_learned_are_those_of_the_rows(reentrant):
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_what_is_measured_and_distilled_is_what_the_rows_alone_give(name):
+def test_evaluation_and_distillation_of_packed_equal_separate_sequences(name):
     """By hand: each row's own labels, behind its own tokens."""
     model, labels = make_host().double(), PACKED["input_ids"].clone()
     labels[:, 2:4] = -100
@@ -119,7 +119,7 @@ def test_what_is_measured_and_distilled_is_what_the_rows_alone_give(name):
     assert abs(evaluate(model, [packed]) - found.bare_loss) < 1e-9
 
 
-def test_a_static_lora_is_trained_on_the_labels_that_a_sequence_predicts_itself():
+def test_static_lora_trains_on_labels_within_each_packed_sequence():
     model = make_host().double()
     packed = {**PACKED, "labels": PACKED["input_ids"]}
     said = torch.cat([model(row, use_cache=False).logits[0, :-1] for row in ROWS])
@@ -139,7 +139,7 @@ def test_an_adapter_trains_on_packed_rows():
     assert float(loss) < history.losses[0]
 
 
-def test_what_is_split_is_joined_again():
+def test_split_sequences_join_to_the_original():
     starts = torch.zeros(2, 9, dtype=torch.bool)
     starts[0, [0, 1, 5]] = starts[1, [0, 8]] = True
     packing, x = Packing.of(starts), torch.arange(36.0).view(2, 9, 2)
@@ -149,7 +149,7 @@ def test_what_is_split_is_joined_again():
         assert torch.equal(row[: len(part)], part)
 
 
-def test_where_sequences_begin_is_known_or_refused():
+def test_sequence_boundaries_are_known_or_refused():
     model = make_host()
     ids, positions = PACKED["input_ids"], PACKED["position_ids"]
     assert packing_of(model, {"input_ids": ids, "use_cache": False}) is None
@@ -161,23 +161,23 @@ def test_where_sequences_begin_is_known_or_refused():
     )
     for inputs, words in [
         (PACKED, "give use_cache=False"),
-        ({**PACKED, "past_key_values": object(), "use_cache": False}, "with a cache the host's attention goes from"),
+        ({**PACKED, "past_key_values": object(), "use_cache": False}, "with a cache the model's attention goes from"),
         ({"input_ids": ids, "position_ids": gap, "use_cache": False}, "one of them does not begin at 0"),
         ({"input_ids": ids, "cu_seq_lens_q": ENDS, "use_cache": False}, "which this attention .sdpa. reads"),
         ({"input_ids": ids, **both, "attention_mask": torch.ones_like(ids), "use_cache": False}, "reads: give these"),
         ({"input_ids": ids, **both, "cu_seq_lens_q": ENDS[[0, 2, 4]], "use_cache": False}, "begin elsewhere by"),
         ({"input_ids": ids, **both, "cu_seq_lens_q": ENDS[:-1], "use_cache": False}, "rising from 0 to 22"),
     ]:
-        with pytest.raises(NotSupportedDecoding, match=words):
+        with pytest.raises(UnsupportedDecoding, match=words):
             packing_of(model, inputs)
     with (
         attach_bem(model, CONFIGS["by position"], fallback=FallbackPolicy()),
-        pytest.raises(NotSupportedDecoding, match="with a FallbackPolicy"),
+        pytest.raises(UnsupportedDecoding, match="with a FallbackPolicy"),
     ):
         model(**PACKED, use_cache=False)
 
 
-def test_flash_attention_is_believed_where_it_tells_sequences_apart():
+def test_flash_attention_boundaries_are_accepted_for_one_row():
     """It drops a mask that hides nothing, and reads lengths; but of one row alone."""
     model = make_host()
     model.config._attn_implementation = "flash_attention_2"
@@ -187,7 +187,7 @@ def test_flash_attention_is_believed_where_it_tells_sequences_apart():
         packing = packing_of(model, {"input_ids": ids, "use_cache": False, **inputs})
         assert torch.equal(packing.starts[0].nonzero()[:, 0], ENDS[:-1])
     two = {"input_ids": ids.repeat(2, 1), "position_ids": positions.repeat(2, 1), "use_cache": False}
-    with pytest.raises(NotSupportedDecoding, match="of one row alone"):
+    with pytest.raises(UnsupportedDecoding, match="only those of one row"):
         packing_of(model, two)
-    with pytest.raises(NotSupportedDecoding, match="give these too"):
+    with pytest.raises(UnsupportedDecoding, match="give these too"):
         packing_of(model, {"input_ids": ids, "cu_seq_lens_q": ENDS, "use_cache": False})

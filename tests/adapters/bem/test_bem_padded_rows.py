@@ -1,4 +1,4 @@
-"""Rows that are padded on the left are at the positions of generate(), in every forward that learns or measures."""
+"""Left-padded sequences have the positions of generate() in training and evaluation."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ from probemon.adapters.bem.imitation import imitation_error
 from probemon.adapters.bem.losses import adapter_losses, recorded_codes
 from probemon.adapters.bem.policy import Gaussian, improve
 from probemon.adapters.bem.training import TrainSettings, evaluate
-from probemon.errors import NotSupportedHost
+from probemon.errors import UnsupportedModel
 
 SMALL = {"rank": 3, "width": 6, "chunk_tokens": 4, "prefix_tokens": 8}
 IDS = torch.randint(3, VOCAB, (2, 6), generator=torch.Generator().manual_seed(0))
@@ -39,7 +39,7 @@ def other_host(kind):
 
 
 @pytest.mark.parametrize("kind", ["biogpt", "opt", "xglm"])
-def test_padded_rows_are_at_the_positions_of_generate_on_hosts_that_count_columns(kind):
+def test_padded_sequences_use_the_positions_of_generate(kind):
     host = other_host(kind)
     alone = [{"input_ids": IDS[:1, 2:]}, {"input_ids": IDS[1:]}]
     labels = IDS.masked_fill(MASK == 0, -100)
@@ -64,8 +64,8 @@ def test_padded_rows_are_at_the_positions_of_generate_on_hosts_that_count_column
         assert (said[0][:1, 2:] - expected).abs().max() < 1e-4
 
 
-def test_a_decoder_that_is_told_no_positions_is_refused(monkeypatch):
+def test_decoder_without_position_ids_is_refused_with_padding(monkeypatch):
     with adapter(make_host()) as bem:
         monkeypatch.setattr(bem.host.model, "forward", lambda input_ids, attention_mask, use_cache: None)
-        with pytest.raises(NotSupportedHost, match="without padding"):
+        with pytest.raises(UnsupportedModel, match="without padding"):
             imitation_error(bem, [{**PROMPTS, "expert_codes": torch.zeros(2, 6, 3)}])

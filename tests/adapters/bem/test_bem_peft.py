@@ -1,4 +1,4 @@
-"""A routed adapter as a method of PEFT is the same adapter: its logits, its generation, its files, its limits."""
+"""An adapter used through PEFT equals an attached one: logits, generation, files and limits."""
 
 import copy
 import json
@@ -22,11 +22,11 @@ from probemon.errors import (
     BemFileError,
     BemStateError,
     ConfigError,
-    HostMismatch,
-    NotSupportedHost,
+    ModelMismatch,
+    UnsupportedModel,
 )
 from probemon.host.fingerprint import adapters_fingerprint
-from probemon.host.model import host_state
+from probemon.host.model import model_state
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning"),
@@ -58,7 +58,7 @@ def logits(model, ids=IDS):
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_a_tuned_host_says_and_saves_what_attach_bem_does(name, tmp_path):
+def test_peft_model_equals_attach_bem_in_output_and_saved_files(name, tmp_path):
     host = make_host()
     bare, tokens = logits(host), host.generate(IDS, **GREEDY)
     with randomise(attach_bem(host, CONFIGS[name])) as bem:
@@ -92,7 +92,7 @@ def test_a_tuned_host_says_and_saves_what_attach_bem_does(name, tmp_path):
     assert torch.equal(again.generate(input_ids=IDS, **GREEDY), greedy)
 
 
-def test_unloading_leaves_no_trace():
+def test_unload_restores_the_model():
     host = make_host()
     host.lm_head.weight.requires_grad_(True)
     before, modules = (n_hooks(host), set(vars(host)), set(host.state_dict())), len(list(host.modules()))
@@ -110,7 +110,7 @@ def test_unloading_leaves_no_trace():
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_every_shape_of_host_is_tuned(shape, tmp_path):
+def test_every_architecture_works_through_peft(shape, tmp_path):
     host, config = make_host(shape), CONFIGS["film"] if shape == "mixtral" else CONFIGS["low_rank"]
     with randomise(attach_bem(host, config)):
         expected = logits(host)
@@ -120,7 +120,7 @@ def test_every_shape_of_host_is_tuned(shape, tmp_path):
     assert torch.equal(logits(PeftModel.from_pretrained(make_host(shape), tmp_path, is_trainable=True)), expected)
 
 
-def test_a_cache_goes_on_by_what_steered_it():
+def test_cached_state_survives_forwards_with_the_adapter_disabled():
     model = tuned("film")
     with torch.no_grad():
         cache = DynamicCache()
@@ -138,7 +138,7 @@ def test_a_cache_goes_on_by_what_steered_it():
 # -- several by name ---------------------------------------------------------------------------------
 
 
-def test_adapters_have_names_and_one_steers_at_a_time(tmp_path):
+def test_named_adapters_steer_one_at_a_time(tmp_path):
     model, other = tuned(), BemConfig(**{**SMALL, "rank": 2}, level="chunk")
     first = logits(model)
     model.add_adapter("other", peft_config(other))
@@ -176,7 +176,7 @@ def test_adapters_have_names_and_one_steers_at_a_time(tmp_path):
     assert torch.equal(logits(model.base_model.model), logits(make_host()))
 
 
-def test_disabling_changes_nothing_of_what_learns():
+def test_disabling_keeps_requires_grad():
     model = tuned()
     model.set_requires_grad("default", False)
     with model.disable_adapter():
@@ -187,7 +187,7 @@ def test_disabling_changes_nothing_of_what_learns():
 # -- files -------------------------------------------------------------------------------------------
 
 
-def test_auto_classes_open_what_was_saved(tmp_path):
+def test_auto_classes_open_a_saved_adapter(tmp_path):
     make_host().save_pretrained(tmp_path / "host")
     for task, kind in (("CAUSAL_LM", AutoPeftModelForCausalLM), (None, AutoPeftModel)):
         host = type(make_host()).from_pretrained(tmp_path / "host")
@@ -250,14 +250,14 @@ def test_damaged_files_are_refused(saved, damage, error, words):
         PeftModel.from_pretrained(make_host(), saved)
 
 
-def test_another_host_is_told_or_refused(saved):
+def test_other_weights_warn_and_another_architecture_is_refused(saved):
     with pytest.warns(UserWarning, match="other weights"):
         PeftModel.from_pretrained(make_host(seed=1), saved)
-    with pytest.raises(HostMismatch, match="n_layers"):
+    with pytest.raises(ModelMismatch, match="n_layers"):
         PeftModel.from_pretrained(make_host(layers=3), saved)
 
 
-def test_an_adapter_keeps_the_dtype_that_it_was_saved_in(tmp_path):
+def test_adapter_keeps_its_saved_dtype(tmp_path):
     model = tuned()
     model.bem.bfloat16()
     model.save_pretrained(tmp_path)
@@ -269,7 +269,7 @@ def test_an_adapter_keeps_the_dtype_that_it_was_saved_in(tmp_path):
 # -- refused -----------------------------------------------------------------------------------------
 
 
-def test_what_peft_asks_and_a_routed_adapter_cannot_is_refused_with_its_remedy(tmp_path):
+def test_unsupported_peft_operations_are_refused_with_a_remedy(tmp_path):
     host, model, film = make_host(), tuned(), peft_config(CONFIGS["film"])
     classifier = peft_config(CONFIGS["film"], task_type="SEQ_CLS")
     model.add_adapter("other", film)
@@ -288,12 +288,12 @@ def test_what_peft_asks_and_a_routed_adapter_cannot_is_refused_with_its_remedy(t
         ),
         (
             lambda: get_peft_model(host, classifier),
-            NotSupportedHost,
+            UnsupportedModel,
             "head would",
         ),
         (lambda: BemPeftConfig(rank=0), ConfigError, "rank is 0"),
         (lambda: BemPeftConfig(sites=("x",)), ConfigError, "sites"),
-        (lambda: copy.deepcopy(model), NotSupportedHost, "save_pretrained"),
+        (lambda: copy.deepcopy(model), UnsupportedModel, "save_pretrained"),
         (lambda: model.set_adapter("none"), ValueError, "not found"),
         (lambda: model.base_model.delete_adapter("none"), ConfigError, "there are default, other"),
     ]:
@@ -312,7 +312,7 @@ def test_what_peft_asks_and_a_routed_adapter_cannot_is_refused_with_its_remedy(t
 # -- watched -----------------------------------------------------------------------------------------
 
 
-def test_a_tuned_host_is_watched_as_one_with_an_adapter_attached(tmp_path):
+def test_peft_model_is_watched_like_an_attached_adapter(tmp_path):
     """Probes' scores, routing decisions, and the names of what is on the host."""
     config, found = BemConfig(**SMALL), []
     for how in ("attached", "tuned"):
@@ -325,7 +325,7 @@ def test_a_tuned_host_is_watched_as_one_with_an_adapter_attached(tmp_path):
             model = get_peft_model(host, BemPeftConfig(**SMALL, task_type="CAUSAL_LM"))
             bem = model.bem
         randomise(bem)
-        state = host_state(host)
+        state = model_state(host)
         with pytest.warns(UserWarning, match="adapters .*bem.* are active"), manager.attach(model) as run:
             with RoutingMonitor(model, bem=bem) as monitor:
                 out = model.generate(input_ids=IDS, **GREEDY)
@@ -333,7 +333,7 @@ def test_a_tuned_host_is_watched_as_one_with_an_adapter_attached(tmp_path):
         found.append((out, result.to_arrow(), monitor.report()["n_tokens"], adapters_fingerprint(model, host), state))
         if how == "tuned":
             with model.disable_adapter():
-                assert host_state(host).adapters == () and adapters_fingerprint(model, host) == before
+                assert model_state(host).adapters == () and adapters_fingerprint(model, host) == before
     assert torch.equal(found[0][0], found[1][0]) and found[0][1].equals(found[1][1])
     assert found[0][2:] == found[1][2:] and found[0][2] == 2 * (13 + 7)
 
@@ -341,7 +341,7 @@ def test_a_tuned_host_is_watched_as_one_with_an_adapter_attached(tmp_path):
 @pytest.mark.filterwarnings(
     "ignore:.*for a second time:UserWarning", "ignore:Already found a `peft_config`:UserWarning"
 )
-def test_a_tuned_host_stands_on_a_lora():
+def test_bem_through_peft_combines_with_a_lora():
     model = get_peft_model(make_host(), LoraConfig(r=2, target_modules=["o_proj"], init_lora_weights=False))
     base = logits(model)
     with randomise(attach_bem(model, CONFIGS["low_rank"])):
@@ -365,7 +365,7 @@ class Losses(TrainerCallback):
 
 @pytest.mark.filterwarnings("ignore:.*activation_checkpointing:FutureWarning")  # by the name that older ones know too
 @pytest.mark.parametrize("checkpointed", [False, True])
-def test_a_trainer_goes_on_from_its_checkpoint_as_if_never_interrupted(checkpointed, tmp_path):
+def test_trainer_resumes_exactly_from_its_checkpoint(checkpointed, tmp_path):
     rows = torch.randint(3, VOCAB, (8, 9), generator=torch.Generator().manual_seed(2))
     data = [{"input_ids": row, "labels": row} for row in rows]
 

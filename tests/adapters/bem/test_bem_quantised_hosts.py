@@ -1,7 +1,7 @@
-"""Adapters on hosts that torchao made smaller, and on one pruned to two weights of four.
+"""Adapters on models quantised by torchao, and on a model pruned two of four.
 
-In a process of its own: where torchao can be imported, every import of transformers does so, and talks about it. What
-needs a GPU (int4 of its own packing, sparse kernels, float8 products) is in scripts/benchmarks/gpu_check.sh, unproven.
+Runs in a separate process: if torchao is installed, every import of transformers imports it and prints messages. Tests
+that need a GPU (packed int4, sparse kernels, float8 products) are in scripts/benchmarks/gpu_check.sh, unproven.
 """
 
 import json
@@ -120,7 +120,7 @@ def found(tmp_path_factory):
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_an_adapter_on_a_quantised_host_begins_as_it_and_agrees_with_a_cache(found, way):
+def test_fresh_adapter_keeps_a_quantised_model_and_caching_agrees(found, way):
     """Within twice what the host's own cached logits are from its full ones: in bf16, and where float8 scales follow
     the inputs, that is much.
     """
@@ -131,16 +131,16 @@ def test_an_adapter_on_a_quantised_host_begins_as_it_and_agrees_with_a_cache(fou
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_training_step_on_a_quantised_host_lowers_its_loss(found, way):
+def test_training_step_on_a_quantised_model_lowers_its_loss(found, way):
     losses = found[way]["losses"]
     assert losses[-1] < losses[0] - 0.1
 
 
-def test_the_hosts_are_what_they_are_called(found):
+def test_quantised_test_models_have_their_stated_types(found):
     kinds = [found[way]["kind"] for way in WAYS]
     assert kinds == ["Float8Tensor", "IntxUnpackedToInt8Tensor", "Int8Tensor", "Tensor", "Tensor"]
     assert found["float8 training"]["layer"] == "Float8Linear"
 
 
-def test_a_host_pruned_to_two_of_four_is_steered_and_keeps_its_zeros(found):
+def test_model_pruned_two_of_four_is_steered_and_keeps_its_zeros(found):
     assert found["two of four"]["zeros"] == 2

@@ -1,6 +1,6 @@
-"""Over two processes an adapter says and learns what it does in one: by DDP, on a host that FSDP2 shards, by hand or by
-accelerate, and on one that tensor parallelism spreads. The program is tests/programs/bem_ranks.py; all in fp32, over
-gloo on a CPU.
+"""An adapter over two processes (DDP, FSDP2, accelerate, tensor parallel) equals one in a single process.
+
+The program is tests/programs/bem_ranks.py; everything runs in fp32, over gloo on a CPU.
 """
 
 import json
@@ -33,7 +33,7 @@ def ran(tmp_path_factory):
 
 @pytest.mark.parametrize("way", ["ddp", "fsdp", "accelerate", "peft", "tp"])
 @pytest.mark.parametrize("level", LEVELS)
-def test_two_ranks_learn_what_one_process_does(ran, way, level):
+def test_two_ranks_train_as_one_process(ran, way, level):
     for found in ran[0]:
         assert found[f"size {level}"]["gradients"] > 1e4 * OF_GRADIENTS  # else nearly anything would agree
         assert found[f"{way} {level}"]["losses"] < ROUNDING
@@ -42,7 +42,7 @@ def test_two_ranks_learn_what_one_process_does(ran, way, level):
 
 
 @pytest.mark.parametrize("level", LEVELS)
-def test_a_spread_host_says_what_a_whole_one_does(ran, level):
+def test_sharded_model_gives_the_logits_of_a_whole_one(ran, level):
     for found in ran[0]:
         assert found[f"size {level}"]["logits"] > 1e4 * ROUNDING
         for way, sharded in (("fsdp", None), ("accelerate", [True, False]), ("peft", [True, True])):
@@ -52,12 +52,12 @@ def test_a_spread_host_says_what_a_whole_one_does(ran, level):
         assert found[f"tp {level}"]["tokens"] == 0  # of generate(), with a cache
 
 
-def test_each_rank_has_half_of_what_goes_into_rows_and_comes_out_of_columns(ran):
+def test_tensor_parallel_ranks_hold_half_of_each_sharded_matrix(ran):
     for found in ran[0]:
         assert found["tp chunk"]["shards"] == {"q": [16, 8], "k": [16, 8], "v": [16, 8], "o": [8, 16], "down": [12, 16]}
 
 
-def test_an_adapter_saved_of_two_ranks_is_that_of_one(ran):
+def test_adapter_saved_from_two_ranks_equals_that_of_one(ran):
     """Rank 0 writes that of a tensor-parallel host; by FSDP2 each rank knows the whole adapter, and the same one."""
     found, folder = ran
     for level in LEVELS:
@@ -67,6 +67,6 @@ def test_an_adapter_saved_of_two_ranks_is_that_of_one(ran):
         assert all((saved[1].tensors[name] == saved[2].tensors[name]).all() for name in saved[1].tensors)
 
 
-def test_routing_of_a_tensor_parallel_host_is_counted_once(ran):
+def test_routing_of_a_tensor_parallel_model_is_counted_once(ran):
     """4 prompts of 11 tokens, and the 5 of each row that the host then reads."""
     assert [of_rank["tp token"]["n_tokens"] for of_rank in ran[0]] == [4 * 16, 0]

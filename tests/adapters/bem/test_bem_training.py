@@ -1,4 +1,4 @@
-"""Gradients reach U, V and the controller, and are those of finite differences; a host in bf16 agrees within bf16."""
+"""Gradients reach U, V and the controller and equal finite differences; a bf16 model agrees within bf16."""
 
 import json
 
@@ -34,7 +34,7 @@ def loss_of(model, ids=IDS, mask=None):
 
 @pytest.mark.parametrize("level", ["position", "auto"])
 @pytest.mark.parametrize("shape", ["llama", "mixtral"])
-def test_gradients_reach_every_parameter_and_none_of_the_host(shape, level):
+def test_gradients_reach_every_adapter_parameter_and_none_of_the_model(shape, level):
     model = make_host(shape)
     config = BemConfig(**SMALL, level=level, token_limit=9, auto_limits=(10, 15))
     mask = torch.ones_like(IDS)
@@ -56,7 +56,7 @@ def test_gradients_reach_every_parameter_and_none_of_the_host(shape, level):
 
 
 @pytest.mark.parametrize("level", ["position", "prefix"])
-def test_gradients_are_those_of_finite_differences(level):
+def test_gradients_equal_finite_differences(level):
     model = make_host().double()
     for layer in model.model.layers:
         layer.input_layernorm, layer.post_attention_layernorm = (
@@ -99,7 +99,7 @@ def test_a_fresh_adapter_learns():
     assert all(torch.equal(parameter, before[name]) for name, parameter in model.named_parameters())
 
 
-def test_a_forward_that_fills_a_cache_may_be_trained_too():
+def test_training_works_through_a_forward_that_fills_a_cache():
     """By default hosts make a cache even where they are trained; no gradient goes through it, and none is lost."""
     model = make_host()
     with randomise(attach_bem(model, BemConfig(**SMALL))) as bem:
@@ -116,7 +116,7 @@ def test_a_forward_that_fills_a_cache_may_be_trained_too():
         )
 
 
-def test_dropout_is_on_the_update_alone_and_in_training_alone():
+def test_dropout_applies_only_to_the_update_and_only_in_training():
     model = make_host()
     with attach_bem(model, BemConfig(**SMALL, dropout=0.5)) as bem:
         model.train()
@@ -128,7 +128,7 @@ def test_dropout_is_on_the_update_alone_and_in_training_alone():
             assert torch.equal(model(IDS).logits, model(IDS).logits)
 
 
-def test_autocast_does_not_reach_the_adapter():
+def test_autocast_leaves_the_adapter_in_fp32():
     """The usual way of training in bf16: codes and updates stay in fp32, and a fresh adapter still changes no bit."""
     model, seen = make_host(), []
     with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
@@ -155,7 +155,7 @@ def test_autocast_does_not_reach_the_adapter():
 
 
 @pytest.mark.parametrize("shape", ["llama", "qwen3", "mixtral"])
-def test_a_host_in_bf16_agrees_within_bf16(shape):
+def test_model_in_bf16_agrees_within_bf16_rounding(shape):
     """The update is computed in fp32 and rounded once: the steered host is no further from fp32 than three times the
     bare one.
     """
@@ -187,7 +187,7 @@ def process_group(tmp_path_factory):
 @pytest.mark.parametrize("n_tokens", [3, 19])  # fewer than a chunk, and several chunks
 @pytest.mark.parametrize("sites", [("o", "down"), ("q", "o"), ("v",)], ids="+".join)
 @pytest.mark.parametrize("level", POLICIES)
-def test_plain_ddp_learns_for_many_steps_what_one_process_does(process_group, level, sites, n_tokens):
+def test_ddp_trains_for_many_steps_as_one_process(process_group, level, sites, n_tokens):
     """DistributedDataParallel as it comes stops at its second step where a parameter has no part in the loss."""
     if sites == ("v",) and level in ("prefix", "token", "energy", "learned"):
         pytest.skip("refused: such an adapter would have chunk codes alone")
@@ -211,7 +211,7 @@ def test_plain_ddp_learns_for_many_steps_what_one_process_does(process_group, le
     assert made[0].keys() == made[1].keys() and all(torch.equal(made[0][name], made[1][name]) for name in made[0])
 
 
-def test_an_adapter_saved_with_a_code_that_nothing_read_still_opens(tmp_path):
+def test_older_adapter_with_an_unused_default_code_opens(tmp_path):
     """Older ones have `controller.default_code` at every level."""
     model = make_host()
     with randomise(attach_bem(model, BemConfig(**{**SMALL, "sites": ("o", "down"), "level": "token"}))) as bem:
@@ -228,7 +228,7 @@ def test_an_adapter_saved_with_a_code_that_nothing_read_still_opens(tmp_path):
         assert torch.equal(model(IDS, use_cache=False).logits, expected)
 
 
-def test_parts_of_an_adapter_learn_at_rates_of_their_own():
+def test_parts_of_an_adapter_use_their_own_learning_rates():
     model = make_host()
     batches = [{"input_ids": IDS, "labels": IDS}]
     multipliers = {"controller": 0, "updates": 0.5, "updates.o_1": 2}

@@ -1,6 +1,4 @@
-"""The Triton kernels of the generated update: in the interpreter against fp64, compiled for real chips without one; `-m
-gpu` runs them on one.
-"""
+"""The Triton update kernels, interpreted on a CPU or compiled for a GPU (`-m gpu`), equal fp64."""
 
 import functools
 import json
@@ -71,7 +69,7 @@ def bits(t):
     "rank, dtype", [*((rank, torch.float32) for rank in RANKS), (3, torch.float16), (8, torch.bfloat16)], ids=str
 )
 @pytest.mark.parametrize("m, n_in, n_out", [(1, 1, 1), (3, 16, 140), (9, 300, 19)])
-def test_update_and_its_sum_with_a_base_are_those_of_fp64(m, n_in, n_out, rank, dtype):
+def test_update_with_and_without_a_base_equals_fp64(m, n_in, n_out, rank, dtype):
     x, v, u, codes, base = case(m, n_in, n_out, rank, dtype)
     for weights in {torch.float32, dtype}:
         v, u = v.to(weights), u.to(weights)
@@ -84,7 +82,7 @@ def test_update_and_its_sum_with_a_base_are_those_of_fp64(m, n_in, n_out, rank, 
 @pytest.mark.parametrize(
     "dtypes", [(torch.float32, torch.bfloat16), (torch.float16, torch.float32), (torch.float64, torch.float32)], ids=str
 )
-def test_a_base_of_another_dtype_gives_it_to_the_sum(dtypes):
+def test_sum_with_a_base_has_the_bases_dtype(dtypes):
     x, v, u, codes, base = case(5, 12, 9, 4, dtypes[0])
     base = base.to(dtypes[1])
     out, *gradients = forward_and_backward(x, v, u, codes, base)
@@ -95,7 +93,7 @@ def test_a_base_of_another_dtype_gives_it_to_the_sum(dtypes):
 
 
 @pytest.mark.parametrize("n_in, n_out", [(0, 5), (7, 0), (7, 5)])
-def test_nothing_in_gives_nothing_out_and_gradients_of_zero(n_in, n_out):
+def test_empty_inputs_give_empty_outputs_and_zero_gradients(n_in, n_out):
     for m in (0, 2) if n_in * n_out == 0 else (0,):
         inputs = [t.requires_grad_() for t in case(m, n_in, n_out, 3)]
         out = generated_update(*inputs[:4], SCALE, base=inputs[4])
@@ -104,7 +102,7 @@ def test_nothing_in_gives_nothing_out_and_gradients_of_zero(n_in, n_out):
         assert all(t.grad.shape == t.shape and not t.grad.any() for t in inputs[:4])
 
 
-def test_strides_of_weights_rows_and_codes_change_no_bit():
+def test_strides_change_no_bit():
     x, v, u, codes, base = case(11, 70, 45, 5)
     plain = generated_update(x, v, u, codes, SCALE, base=base)
     turned = generated_update(x, v.T.contiguous().T, u.T.contiguous().T, codes, SCALE, base=base)
@@ -116,7 +114,7 @@ def test_strides_of_weights_rows_and_codes_change_no_bit():
     assert torch.equal(generated_update(x, v, u, same, SCALE), generated_update(x, v, u, same.contiguous(), SCALE))
 
 
-def test_weights_that_lie_too_far_apart_for_int32_are_copied(monkeypatch):
+def test_weights_with_strides_beyond_int32_are_copied(monkeypatch):
     """Place (size - 1) * stride is what the kernels count up to; on the device "meta" nothing takes memory."""
     last = torch.empty_strided((2, 8), (2**31 - 8, 1), device="meta")
     assert bem_triton._near(last) is last
@@ -183,7 +181,7 @@ def test_a_row_has_the_same_bits_again_and_in_every_batch(rank, dtype):
         )
 
 
-def test_how_outputs_are_shared_among_programs_changes_no_bit(monkeypatch):
+def test_number_of_programs_changes_no_bit(monkeypatch):
     given = case(9, 40, 600, 16)  # five tiles of outputs
     grids, kernel = [], bem_triton._over_rows
     monkeypatch.setattr(
@@ -199,7 +197,7 @@ def test_how_outputs_are_shared_among_programs_changes_no_bit(monkeypatch):
     assert all(torch.equal(a, b) for other in found[1:] for a, b in zip(found[0], other, strict=True))
 
 
-def test_no_grad_and_frozen_inputs_keep_and_compute_nothing_for_gradients(monkeypatch):
+def test_no_grad_and_frozen_inputs_save_and_compute_no_gradients(monkeypatch):
     x, v, u, codes, _ = case(3, 9, 7, 2)
     monkeypatch.setattr(bem_triton, "_empty_sums", lambda *_: pytest.fail("sums were kept"))
     with torch.no_grad():
@@ -221,7 +219,7 @@ def test_gradcheck_in_fp64():
 
 
 @pytest.mark.parametrize("impl", ["reference", "triton"])
-def test_codes_of_zero_have_their_gradient_under_an_eps_of_zero_by_every_implementation(impl):
+def test_zero_codes_have_a_gradient_at_eps_zero_in_every_implementation(impl):
     """So that a router that gives zeros can learn to give others."""
     given = case(5, 12, 9, 3)
     given[3][[1, 4]] = 0
@@ -237,7 +235,7 @@ def test_codes_of_zero_have_their_gradient_under_an_eps_of_zero_by_every_impleme
 @pytest.mark.parametrize(
     "rank, dtype", [*((rank, torch.float32) for rank in RANKS), (5, torch.float16), (5, torch.bfloat16)], ids=str
 )
-def test_gradients_are_those_of_fp64_in_parts_of_rows(rank, dtype, eps, monkeypatch):
+def test_gradients_computed_in_parts_equal_fp64(rank, dtype, eps, monkeypatch):
     """eps > 0: of what was computed, so rows that were left out give and get none."""
     monkeypatch.setattr(bem_triton, "PART", 16)
     given = case(21, 35, 70, rank, dtype)
@@ -255,7 +253,7 @@ def test_gradients_are_those_of_fp64_in_parts_of_rows(rank, dtype, eps, monkeypa
 
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
-def test_a_row_that_is_left_out_adds_nothing_to_gradients_whatever_is_in_it():
+def test_skipped_row_adds_nothing_to_gradients():
     x, v, u, codes, base = case(7, 6, 5, 3)
     codes[2] *= 0.01
     without = [i for i in range(7) if i != 2]
@@ -272,7 +270,7 @@ def test_a_row_that_is_left_out_adds_nothing_to_gradients_whatever_is_in_it():
     assert not forward_and_backward(x, v, u, codes, base, eps=0.1)[4][2].any()
 
 
-def test_sums_over_rows_are_made_in_a_bounded_number_of_parts(monkeypatch):
+def test_sums_over_rows_use_a_bounded_number_of_parts(monkeypatch):
     given = case(40, 5, 3, 1)
     grids, kernel = [], bem_triton._over_columns
     monkeypatch.setattr(
@@ -290,7 +288,7 @@ def test_sums_over_rows_are_made_in_a_bounded_number_of_parts(monkeypatch):
 
 
 @pytest.mark.parametrize("wanted", range(5))
-def test_a_gradient_has_the_same_bits_whichever_others_are_asked_for(wanted):
+def test_gradient_has_the_same_bits_whichever_others_are_requested(wanted):
     given = case(6, 20, 12, 3)
     everything, alone = (
         forward_and_backward(*given),
@@ -303,7 +301,7 @@ def test_a_gradient_has_the_same_bits_whichever_others_are_asked_for(wanted):
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
-def test_rows_of_zero_codes_are_exact_zeros_and_leave_their_base_bit_identical(dtype):
+def test_zero_codes_give_exact_zeros_and_keep_the_base_bit_identical(dtype):
     x, v, u, codes, base = case(19, 33, 40, 4, dtype)
     dead = [0, 5, *range(8, 16), 18]
     codes[dead], x[5, 2], x[9] = 0, float("nan"), float("inf")
@@ -321,7 +319,7 @@ def test_rows_of_zero_codes_are_exact_zeros_and_leave_their_base_bit_identical(d
     assert torch.equal(bits(untrained), bits(base[live]))
 
 
-def test_what_is_not_a_number_is_seen_in_its_row_alone():
+def test_nonfinite_inputs_affect_only_their_own_row():
     x, v, u, codes, _ = case(10, 12, 9, 3)
     healthy = generated_update(x, v, u, codes, SCALE)
     x[1, 3], codes[4, 2], codes[6] = float("nan"), float("nan"), torch.tensor([float("nan"), 0.0, 0.0])
@@ -331,7 +329,7 @@ def test_what_is_not_a_number_is_seen_in_its_row_alone():
     assert torch.equal(ill[healthy_rows], healthy[healthy_rows])
 
 
-def test_rows_under_eps_are_left_out_within_the_bound_whoever_shares_their_block():
+def test_rows_under_eps_are_skipped_within_the_bound_in_any_block():
     x, v, u, codes, base = case(20, 30, 25, 4)
     eps = 0.5
     codes[:9] = codes[:9].clamp(-eps, eps)  # eps itself is left out: a block and a row
@@ -347,7 +345,7 @@ def test_rows_under_eps_are_left_out_within_the_bound_whoever_shares_their_block
 
 
 @pytest.mark.skipif(ON_GPU, reason="counts what the interpreter reads")
-def test_a_block_of_rows_that_are_left_out_reads_its_codes_alone(monkeypatch):
+def test_block_of_skipped_rows_reads_only_its_codes(monkeypatch):
     """Unless x V is kept, for the gradient of codes of zero."""
     x, v, u, codes, _ = case(16, 60, 10, 5)
     codes[:9] = 0  # a block, and a row of the next
@@ -384,7 +382,7 @@ def test_a_block_of_rows_that_are_left_out_reads_its_codes_alone(monkeypatch):
         ({"eps": float("nan")}, "eps nan"),
     ],
 )
-def test_what_does_not_fit_is_refused_before_the_kernel(change, message):
+def test_mismatched_inputs_are_refused_before_the_kernel_runs(change, message):
     fitting = {
         "x": torch.zeros(2, 5),
         "V": torch.zeros(5, 3),
@@ -423,7 +421,7 @@ def on_device(m, n_in, n_out, rank, dtype):
 class TestOnAGpu:
     pytestmark = on_a_gpu
 
-    def test_update_and_gradients_are_those_of_fp64(self, m, n_in, n_out, rank, dtype):
+    def test_update_and_gradients_equal_fp64(self, m, n_in, n_out, rank, dtype):
         given = on_device(m, n_in, n_out, rank, dtype)
         out, *gradients = forward_and_backward(*given)
         assert_close(out, *oracle(*given))

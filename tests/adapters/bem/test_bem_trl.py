@@ -1,4 +1,4 @@
-"""TRL trains a routed adapter by its own trainers: a real step of each moves it alone, and what is saved opens."""
+"""TRL's own trainers train a BEM adapter: a step changes only the adapter, and its checkpoint opens."""
 
 import pytest
 import torch
@@ -66,7 +66,7 @@ def logits(model):
 
 
 @pytest.mark.parametrize("kind", ["SFT", "DPO", "GRPO"])
-def test_a_step_of_trl_moves_the_adapter_alone_and_its_checkpoint_opens(kind, tokenizer, tmp_path):
+def test_trl_step_changes_only_the_adapter_and_its_checkpoint_opens(kind, tokenizer, tmp_path):
     """All with the host's gradient checkpointing, which TRL turns on; DPO and GRPO beside the adapter as it was."""
     trainer = trainer_of(kind, tokenizer, tmp_path)
     assert trainer.args.gradient_checkpointing
@@ -85,7 +85,7 @@ def test_a_step_of_trl_moves_the_adapter_alone_and_its_checkpoint_opens(kind, to
 
 
 @pytest.mark.parametrize("kind", ["SFT", "DPO"])
-def test_trl_learns_the_same_with_the_hosts_gradient_checkpointing_and_without(kind, tokenizer, tmp_path):
+def test_trl_learns_the_same_with_and_without_gradient_checkpointing(kind, tokenizer, tmp_path):
     found = []
     for checkpointed in (False, True):
         trainer = trainer_of(kind, tokenizer, tmp_path / str(checkpointed), gradient_checkpointing=checkpointed)
@@ -94,7 +94,7 @@ def test_trl_learns_the_same_with_the_hosts_gradient_checkpointing_and_without(k
     assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
 
 
-def test_what_grpo_rewards_in_answers_is_written_more_often(tokenizer, tmp_path):
+def test_grpo_training_increases_rewarded_answers(tokenizer, tmp_path):
     """Answers of generate() earn the share of their tokens that have an even number."""
 
     def reward(completion_ids, **others):

@@ -1,4 +1,4 @@
-"""`probemon bem train | eval | distil | inspect` on a tiny host of words: what they write, say, and refuse."""
+"""The commands `probemon bem train | eval | distil | inspect` on a tiny model: files, output and errors."""
 
 import contextlib
 import json
@@ -116,7 +116,7 @@ def test_train_eval_inspect_and_distil_agree_with_the_library(place, run, words,
     assert float((theirs - says)[at].abs().mean()) < 0.5 * float((bare - says)[at].abs().mean())
 
 
-def test_a_training_killed_thrice_ends_with_the_bits_of_one_that_was_not(place, run, tmp_path):
+def test_training_killed_three_times_ends_bit_identical(place, run, tmp_path):
     """By SIGKILL, at any moment: between checkpoints, or while one is written."""
     rest = [*SMALL, "--epochs", "3", "--evaluate-every", "2"]
 
@@ -152,7 +152,7 @@ def test_a_training_killed_thrice_ends_with_the_bits_of_one_that_was_not(place, 
     assert ended.splitlines()[1:] == whole.splitlines()[1:]  # the first names the folder
 
 
-def test_a_training_ends_early_with_the_parameters_that_were_best(place, run, tmp_path):
+def test_early_stopping_keeps_the_best_parameters(place, run, tmp_path):
     """At a learning rate at which the loss on what chooses soon rises again."""
     out = tmp_path / "adapter"
     how = ["--epochs", "60", "--lr", "0.3", "--kl", "0", "--evaluate-every", "1", "--patience", "4"]
@@ -166,7 +166,7 @@ def test_a_training_ends_early_with_the_parameters_that_were_best(place, run, tm
     assert sorted(path.name for path in out.iterdir()) == ["bem.json", "bem.safetensors", "training.json"]
 
 
-def test_a_loss_that_is_no_number_ends_the_training(place, run, tmp_path):
+def test_nonfinite_loss_ends_training(place, run, tmp_path):
     how = ["--epochs", "60", "--lr", "1e30", "--evaluate-every", "1"]
     code, _, errors = run("train", place / "host", place / "rows.jsonl", "--out", tmp_path / "adapter", *SMALL, *how)
     assert code == 2 and "the loss is nan: lower lr" in errors, errors
@@ -184,7 +184,7 @@ def test_an_unfinished_training_of_other_data_or_settings_is_refused(place, run,
     assert (out / "unfinished.json").exists()
     for other in (["--lr", "0.01"], ["--kl", "0"], ["--patience", "6"], ["--set", "ema=0.25"]):
         code, _, errors = run(*train, *other)
-        assert code == 2 and "has a training of other data, settings, host or adapter" in errors, errors
+        assert code == 2 and "has a training of other data, settings, model or adapter" in errors, errors
     rows.write_text(rows.read_text().replace("w12", "w13"))
     code, _, errors = run(*train)
     assert code == 2 and "has a training of other data" in errors
@@ -195,7 +195,7 @@ def test_an_unfinished_training_of_other_data_or_settings_is_refused(place, run,
     assert code == 0 and "going on from step " in errors, errors
 
 
-def test_held_out_losses_are_those_of_plain_cross_entropy_row_by_row(place, words):
+def test_held_out_losses_equal_plain_cross_entropy(place, words):
     lessons, documents = lessons_of(place, words)
     bem = attach_bem(make_host(), BemConfig(rank=2, width=6))
     with torch.no_grad():
@@ -216,7 +216,7 @@ def test_held_out_losses_are_those_of_plain_cross_entropy_row_by_row(place, word
         measure(bem, [{name: x for name, x in batches[0].items() if name != "labels"}], documents[:3])
 
 
-def test_whole_documents_are_split_and_every_part_has_one():
+def test_documents_are_split_whole_and_every_part_has_one():
     documents = [0, 0, 1, 2, 2, 2, 3, 4]
     parts = split(documents, {"train": 0.6, "choose": 0.1, "test": 0.3}, seed=3)
     of = {name: {documents[i] for i in rows} for name, rows in parts.items()}
@@ -226,7 +226,7 @@ def test_whole_documents_are_split_and_every_part_has_one():
         split([0, 1, 1], {"train": 0.6, "choose": 0.1, "test": 0.3}, seed=0)
 
 
-def test_a_text_begins_as_the_tokenizer_begins_it_with_a_chat_template_or_without(words, monkeypatch):
+def test_text_begins_as_the_tokenizer_or_chat_template_begins_it(words, monkeypatch):
     encode = type(words).__call__
 
     def with_bos(self, text, add_special_tokens=True, **more):
@@ -243,7 +243,7 @@ def test_a_text_begins_as_the_tokenizer_begins_it_with_a_chat_template_or_withou
     words.chat_template = None
 
 
-def test_rows_of_two_kinds_are_refused_and_groups_of_tables_are_those_of_others(tmp_path):
+def test_mixed_row_types_are_refused_and_table_groups_match_jsonl(tmp_path):
     with pytest.raises(ConfigError, match="row has 'prompt' and 'text': give one of them"):
         check_row({"prompt": "a", "answer": "b", "text": "c"}, "row")
     for empty in ("", None, float("nan")):  # of a table
@@ -254,7 +254,7 @@ def test_rows_of_two_kinds_are_refused_and_groups_of_tables_are_those_of_others(
     assert read_bem_rows([path]).documents == [0, 0, 1, 2]
 
 
-def test_of_a_chat_the_turns_of_the_assistant_count(words):
+def test_only_assistant_turns_of_a_chat_count(words):
     turns = "{% for m in messages %}{{ m.role[0] }} {{ m.content }} ; {% endfor %}"
     words.chat_template = turns + "{% if add_generation_prompt %}a {% endif %}"
     chat = [("user", "w1 w2"), ("assistant", "w3"), ("user", "w4"), ("assistant", "w5 w6")]
@@ -282,7 +282,7 @@ def test_of_a_chat_the_turns_of_the_assistant_count(words):
         (["train", "nowhere", "{rows}", "--out", "{out}", "--form", "film", "--set", "bound"], "--set is 'bound'"),
         (["train", "nowhere", "{bad}", "--out", "{out}"], "line 1 has no answer"),
         (["train", "nowhere", "{few}", "--out", "{out}"], "there is 1 document (texts"),
-        (["train", "nowhere", "{rows}", "--out", "{full}"], "is no unfinished training"),
+        (["train", "nowhere", "{rows}", "--out", "{full}"], "is not an unfinished training"),
         (["eval", "nowhere", "{full}", "{rows}"], "has no bem.json"),
         (["distil", "nowhere", "{full}", "{rows}", "--out", "{out}", "--labels", "1"], "give --steps too"),
         (["inspect", "{full}"], "has no bem.json"),
@@ -290,7 +290,7 @@ def test_of_a_chat_the_turns_of_the_assistant_count(words):
         (["inspect", "{full}", "--text", "w1"], "give --model too"),
     ],
 )  # fmt: skip
-def test_what_is_wrong_is_said_in_one_line_before_a_model_is_loaded(place, run, tmp_path, arguments, says):
+def test_errors_are_one_line_before_a_model_is_loaded(place, run, tmp_path, arguments, says):
     (tmp_path / "full").mkdir()
     (tmp_path / "full/else.txt").write_text("mine")
     (tmp_path / "bad.jsonl").write_text(json.dumps({"prompt": "w1"}) + "\n")

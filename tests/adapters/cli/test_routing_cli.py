@@ -1,4 +1,4 @@
-"""`probemon routing`: on a mixture of experts and on a BEM adapter, in lines, as JSON, and as a live frame."""
+"""The command `probemon routing` on a mixture of experts and a BEM adapter: lines, JSON and live frames."""
 
 import io
 import json
@@ -47,7 +47,7 @@ def folder(tmp_path_factory):
     return saved(make_moe(), tmp_path_factory.mktemp("models") / "mixtral")
 
 
-def test_plain_lines_and_json_of_a_tiny_mixture_of_experts(folder, tmp_path, run):
+def test_plain_lines_and_json_describe_a_tiny_mixture_of_experts(folder, tmp_path, run):
     out = tmp_path / "routing.parquet"
     code, text, errors = run(
         folder, "--prompt", SAY, "--max-new-tokens", "6", "--json", "--window", "4", "--out", str(out)
@@ -77,7 +77,7 @@ def test_plain_lines_and_json_of_a_tiny_mixture_of_experts(folder, tmp_path, run
     assert [line["top_idx"][0] for line in table if line["layer"] == 2][:5] == oracle.argmax(dim=1).tolist()
 
 
-def test_reads_of_memory_slots_name_the_token_that_is_read(tmp_path, run):
+def test_memory_slot_reads_name_the_token_that_is_read(tmp_path, run):
     torch.manual_seed(0)
     sizes = {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2, "memory_dim": 8, "segment_size": 4}
     folder = saved(LtmForCausalLM(LtmConfig(vocab_size=len(tokenizer()), memory_slots=5, **sizes)), tmp_path / "ltm")
@@ -92,7 +92,7 @@ def test_reads_of_memory_slots_name_the_token_that_is_read(tmp_path, run):
     assert len(named) == 4 and all(ids[int(position)] == int(token) for token, position in named)
 
 
-def test_recurrent_layers_are_shown_with_how_far_back_they_reach(tmp_path, run):
+def test_recurrent_layers_are_shown_with_their_look_back(tmp_path, run):
     host = make_host("mamba2", vocab_size=len(tokenizer()))
     folder = saved(host, tmp_path / "mamba2")
     arguments = (folder, "--prompt", f"{SAY} {SAY}", "--max-new-tokens", "3", "--json", "--plain")
@@ -112,7 +112,7 @@ def test_recurrent_layers_are_shown_with_how_far_back_they_reach(tmp_path, run):
     assert code == 2 and "--out is for decisions of routers" in errors and not (tmp_path / "decisions.jsonl").exists()
 
 
-def test_a_frame_has_the_text_and_the_layers():
+def test_live_frame_shows_the_text_and_the_layers():
     console = Console(record=True, width=100, height=30, force_terminal=True, file=io.StringIO())
     with RoutingMonitor(host := make_host("mamba2")) as monitor, LiveRouting(console, title="states") as view:
         monitor.recurrent.listen(
@@ -123,7 +123,7 @@ def test_a_frame_has_the_text_and_the_layers():
     assert "t0 t1 t2 t3 t4 " in text and all(word in text for word in ("half-life", "ssm.0", "ssm.1"))
 
 
-def test_codes_of_a_bem_adapter(tmp_path, run):
+def test_codes_of_a_bem_adapter_are_shown(tmp_path, run):
     model = make_model()
     with make_bem(model) as bem:
         bem.save_pretrained(tmp_path / "adapter")
@@ -148,12 +148,12 @@ def test_codes_of_a_bem_adapter(tmp_path, run):
         (["--device", "nowhere"], "nowhere"),
     ],
 )
-def test_bad_input_is_one_line(folder, arguments, message, run):
+def test_invalid_input_is_one_error_line(folder, arguments, message, run):
     code, _, error = run(folder, *arguments)
     assert code == 2 and message in error and len(error.splitlines()) == 1
 
 
-def test_a_file_that_is_there_is_left_alone_in_one_line(folder, tmp_path, run):
+def test_existing_output_file_is_kept_and_reported_in_one_line(folder, tmp_path, run):
     (tmp_path / "r.jsonl").write_text("mine")
     code, _, error = run(folder, "--prompt", SAY, "--out", str(tmp_path / "r.jsonl"))
     assert (
@@ -165,7 +165,7 @@ def test_a_file_that_is_there_is_left_alone_in_one_line(folder, tmp_path, run):
     assert (tmp_path / "r.jsonl").read_text() == "mine"
 
 
-def test_few_tokens_that_are_not_finite_are_an_alert(tmp_path, run):
+def test_few_nonfinite_tokens_raise_an_alert(tmp_path, run):
     model = make_moe()
     with torch.no_grad():
         model.model.layers[2].mlp.gate.weight[0] = float("nan")
@@ -188,7 +188,7 @@ def test_few_tokens_that_are_not_finite_are_an_alert(tmp_path, run):
     assert "not finite" in heading and shown["router.2"].split()[-2] == "6" and shown["router.0"].split()[-2] == "0"
 
 
-def test_a_host_that_routes_nothing_is_one_line(tmp_path, run):
+def test_model_without_routers_is_one_error_line(tmp_path, run):
     code, _, error = run(saved(make_model(), tmp_path / "llama"))
     assert code == 2 and "no router that is known" in error
 
@@ -213,7 +213,7 @@ def test_the_live_frame_shows_text_routers_and_alerts():
     assert f"{streams[1]['decision_entropy']:.2f}" in last and load_bars(streams[1]["load"]).plain in last
 
 
-def test_numbers_of_routers_are_whole_where_there_is_no_room_for_their_bars():
+def test_router_numbers_stay_whole_if_bars_do_not_fit():
     model = make_moe()
     with RoutingMonitor(model, window=4) as monitor:
         model.generate(PROMPT, **GREEDY)
@@ -261,7 +261,7 @@ def test_the_live_frame_of_an_adapter_shows_its_codes():
             assert figure in lines[stream["level"]].split("│")[1], (figure, lines)
 
 
-def test_frames_fit_a_low_terminal_and_say_what_they_leave_out():
+def test_frames_fit_a_small_terminal_and_say_what_they_omit():
     console = Console(record=True, width=100, height=16, force_terminal=True, file=io.StringIO())
     report = {
         "n_tokens": 5,
@@ -288,7 +288,7 @@ def test_frames_fit_a_low_terminal_and_say_what_they_leave_out():
     assert len(frame.splitlines()) <= 16 and "and 15 more routers" in frame and "no alert" in frame
 
 
-def test_load_bars_are_read_as_loads():
+def test_load_bars_are_scaled_to_the_largest_load():
     assert (
         load_bars([0, 1, 2, 4]).plain == "·▃▅█"
         and load_bars([0, 0]).plain == "··"
@@ -307,7 +307,7 @@ def test_summary_and_lines_have_no_control_characters():
     assert text.count("[red]\\n") == 12 and "router.2" in text and "no alert" in text
 
 
-def test_no_alert_is_not_said_of_what_could_not_be_seen_yet():
+def test_summary_lists_rules_with_too_few_tokens_as_unjudged():
     console, model = Console(record=True, width=200, file=io.StringIO()), make_moe()
     with RoutingMonitor(model) as monitor:
         model.generate(PROMPT, **GREEDY)

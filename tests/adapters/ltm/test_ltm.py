@@ -1,4 +1,4 @@
-"""The host with memory slots: each way of running it gives what one forward gives; what it cannot do it refuses."""
+"""The model with memory slots: every way of running it equals one forward, or is refused."""
 
 import copy
 import subprocess
@@ -20,7 +20,7 @@ from probemon.adapters.ltm import LtmConfig, LtmForCausalLM, attach_memory, expo
 from probemon.adapters.ltm.cache import memory_layer
 from probemon.adapters.ltm.config import MemoryShape
 from probemon.adapters.ltm.memory import SlotMemory
-from probemon.errors import ConfigError, HostMismatch, NotSupportedDecoding, NotSupportedHost
+from probemon.errors import ConfigError, ModelMismatch, UnsupportedDecoding, UnsupportedModel
 from slot_hosts import slot_host
 from slot_oracle import SlotOracle
 
@@ -72,7 +72,7 @@ def in_pieces(model, ids, cuts, mask=None, cache=None):
         {"slots": 1, "segment": 1},
     ],
 )
-def test_module_is_the_memory_in_plain_python(sizes):
+def test_module_equals_the_memory_in_plain_python(sizes):
     memory = SlotMemory(MemoryShape(16, memory_dim=5, **sizes)).double().eval()
     with torch.no_grad():
         memory.surprise_weight.fill_(1.3)
@@ -92,7 +92,7 @@ def test_module_is_the_memory_in_plain_python(sizes):
 
 
 @pytest.mark.parametrize("cuts", CUTS, ids=lambda cuts: f"{len(cuts)} pieces")
-def test_every_cut_gives_what_one_forward_gives(model, ids, cuts):
+def test_forward_in_pieces_equals_one_forward(model, ids, cuts):
     logits, cache = in_pieces(model, ids, cuts)
     assert (logits - whole(model, ids)).abs().max() < CLOSE
     # the memory itself, its statistics too, is that of one forward
@@ -102,7 +102,7 @@ def test_every_cut_gives_what_one_forward_gives(model, ids, cuts):
         torch.testing.assert_close(getattr(memory_of(cache)[1], name), one, atol=1e-4, rtol=1e-4, equal_nan=True)
 
 
-def test_later_tokens_and_other_rows_change_nothing(model, ids):
+def test_output_does_not_depend_on_later_tokens_or_other_sequences(model, ids):
     before = whole(model, ids)
     changed = ids.clone()
     changed[:, 25:] = 7
@@ -114,7 +114,7 @@ def test_later_tokens_and_other_rows_change_nothing(model, ids):
 
 
 @pytest.mark.parametrize("cuts", [[45], [1] * 45, [3, 2, 40], [11, 34]], ids=lambda cuts: f"{len(cuts)} pieces")
-def test_padding_before_rows_changes_nothing(model, ids, cuts):
+def test_left_padding_changes_nothing(model, ids, cuts):
     padding = (5, 0, 3)
     rows = torch.full((3, 45), 0)
     mask = torch.zeros(3, 45, dtype=torch.long)
@@ -129,13 +129,13 @@ def test_padding_before_rows_changes_nothing(model, ids, cuts):
 
 
 @pytest.mark.parametrize("options", [{}, {"num_beams": 3}], ids=["greedy", "3 beams"])
-def test_generate_with_a_cache_is_generate_without(model, ids, options):
+def test_cached_generation_equals_uncached(model, ids, options):
     with_cache = model.generate(ids, **PLAIN, **options)
     without = model.generate(ids, use_cache=False, **PLAIN, **options)
     assert torch.equal(with_cache, without)
 
 
-def test_second_turn_goes_on_from_the_memory(model, ids):
+def test_second_turn_continues_from_the_memory(model, ids):
     cache = DynamicCache(config=model.config)
     first = model.generate(ids, past_key_values=cache, **PLAIN)
     both = torch.cat([first, ids[:, :3]], dim=1)
@@ -143,14 +143,14 @@ def test_second_turn_goes_on_from_the_memory(model, ids):
     assert torch.equal(model.generate(both, past_key_values=cache, **options), model.generate(both, **options))
 
 
-def test_what_is_saved_is_loaded_by_the_auto_classes(model, ids, tmp_path):
+def test_auto_classes_load_a_saved_model(model, ids, tmp_path):
     model.save_pretrained(tmp_path)
     again = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
     assert type(again) is LtmForCausalLM and type(AutoConfig.from_pretrained(tmp_path)) is LtmConfig
     assert torch.equal(whole(again, ids), whole(model, ids))
 
 
-def test_every_process_loads_one_by_its_folder(model, tmp_path):
+def test_model_loads_by_folder_in_a_fresh_process(model, tmp_path):
     """Also one that imports nothing of the host itself: a worker, a training that is given a name."""
     model.save_pretrained(tmp_path)
     tokenizer().save_pretrained(tmp_path)
@@ -159,7 +159,7 @@ def test_every_process_loads_one_by_its_folder(model, tmp_path):
     assert "LtmForCausalLM" in done.stdout, done.stderr
 
 
-def test_output_of_zero_is_the_model_with_its_window_alone(ids):
+def test_zero_memory_output_equals_the_model_with_its_window_alone(ids):
     model = make()
     for memory in model.memories.values():
         torch.nn.init.zeros_(memory.output.weight)
@@ -168,13 +168,13 @@ def test_output_of_zero_is_the_model_with_its_window_alone(ids):
     assert torch.equal(whole(model, ids), whole(alone, ids))
 
 
-def test_eager_attention_is_sdpa(model, ids):
+def test_eager_attention_equals_sdpa(model, ids):
     eager = copy.deepcopy(model)
     eager.set_attn_implementation("eager")
     assert (whole(eager, ids) - whole(model, ids)).abs().max() < CLOSE
 
 
-def test_gradients_with_checkpointing_are_those_without(ids):
+def test_gradients_with_checkpointing_equal_those_without(ids):
     gradients = []
     for checkpointing in (False, True):
         model = make().train()
@@ -187,7 +187,7 @@ def test_gradients_with_checkpointing_are_those_without(ids):
     assert (gradients[0] - gradients[1]).abs().max() < 1e-6 * gradients[0].abs().max()
 
 
-def test_detach_every_ends_credit_there(ids):
+def test_detach_every_stops_gradients_at_that_distance(ids):
     def reaches(**settings):
         model = make(memory_layers=[1], num_hidden_layers=2, **settings).train()
         embeds = model.model.embed_tokens(ids).detach().requires_grad_()
@@ -197,7 +197,7 @@ def test_detach_every_ends_credit_there(ids):
     assert reaches(decay=1.0) > 0 and reaches(detach_every=1) == 0
 
 
-def test_rows_can_be_repeated_chosen_and_reset(model, ids):
+def test_cached_sequences_can_be_repeated_selected_and_reset(model, ids):
     _, cache = in_pieces(model, ids, [20])
     cache.batch_repeat_interleave(2)
     cache.batch_select_indices(torch.tensor([5, 0]))
@@ -209,7 +209,7 @@ def test_rows_can_be_repeated_chosen_and_reset(model, ids):
     assert (in_pieces(model, ids, [40], cache=cache)[0] - whole(model, ids)).abs().max() < CLOSE
 
 
-def test_fewer_slots_move_a_read_by_no_more_than_what_they_were_read(model, ids):
+def test_reducing_slots_changes_a_read_by_at_most_the_removed_share(model, ids):
     _, cache = in_pieces(model, ids, [40])
     state, memory = memory_of(cache)[1], model.memories[1]
     queries = torch.randn(3, 50, 8)
@@ -232,7 +232,7 @@ def test_fewer_slots_move_a_read_by_no_more_than_what_they_were_read(model, ids)
         assert model(ids[:, :9], past_key_values=cache).logits.isfinite().all()
 
 
-def test_exported_memory_goes_on_in_another_model_of_the_same_weights(model, ids, tmp_path):
+def test_exported_memory_continues_in_another_model_of_equal_weights(model, ids, tmp_path):
     _, cache = in_pieces(model, ids, [25])
     path = export_memory(model, cache, tmp_path / "memory.safetensors")
     again = import_memory(copy.deepcopy(model), path)
@@ -241,7 +241,7 @@ def test_exported_memory_goes_on_in_another_model_of_the_same_weights(model, ids
     assert torch.equal(logits, expected)
     other = make()
     other.lm_head.weight.data[0, 0] += 1
-    with pytest.raises(HostMismatch, match="another host"):
+    with pytest.raises(ModelMismatch, match="another model"):
         import_memory(other, path)
     path.write_bytes(path.read_bytes()[:-9])
     with pytest.raises(ConfigError, match="cannot be read"):
@@ -251,7 +251,7 @@ def test_exported_memory_goes_on_in_another_model_of_the_same_weights(model, ids
 
 
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
-def test_an_exported_memory_is_of_the_adapters_that_were_on_as_strongly(model, ids, tmp_path):
+def test_exported_memory_needs_the_same_adapters_at_the_same_strength(model, ids, tmp_path):
     """What is in no tensor counts: how strongly an adapter is on, by its layers, and its settings."""
     host = peft.get_peft_model(copy.deepcopy(model), peft.LoraConfig(r=2, target_modules=["o_proj"])).eval()
     own = host.get_base_model()
@@ -262,7 +262,7 @@ def test_an_exported_memory_is_of_the_adapters_that_were_on_as_strongly(model, i
     import_memory(own, path)
     for module in layers:
         module.set_scale("default", 3.0)
-    with pytest.raises(HostMismatch, match="another host"):
+    with pytest.raises(ModelMismatch, match="another model"):
         import_memory(own, path)
     for module in layers:
         module.set_scale("default", 1.0)
@@ -271,11 +271,11 @@ def test_an_exported_memory_is_of_the_adapters_that_were_on_as_strongly(model, i
     loaded = peft.PeftModel.from_pretrained(copy.deepcopy(model), tmp_path / "adapter").eval()
     import_memory(loaded.get_base_model(), path)
     host.peft_config["default"].lora_alpha = 90
-    with pytest.raises(HostMismatch, match="another host"):
+    with pytest.raises(ModelMismatch, match="another model"):
         import_memory(own, path)
 
 
-def test_a_cache_whose_other_layers_keep_no_memory_is_not_exported_without_them(ids, tmp_path):
+def test_export_is_refused_if_other_layers_keep_no_memory(ids, tmp_path):
     host = llama()
     with attach_memory(host, 1, slots=5, segment=6), torch.no_grad():
         cache = host(ids, use_cache=True).past_key_values
@@ -284,28 +284,28 @@ def test_a_cache_whose_other_layers_keep_no_memory_is_not_exported_without_them(
     assert not list(tmp_path.iterdir())
 
 
-def test_what_it_cannot_do_is_refused_by_name(model, ids):
+def test_unsupported_operations_are_refused_by_name(model, ids):
     _, cache = in_pieces(model, ids, [40])
-    with pytest.raises(NotSupportedDecoding, match="taken back"):
+    with pytest.raises(UnsupportedDecoding, match="removed from a memory"):
         cache.crop(-1)
     gap = torch.ones(3, 40, dtype=torch.long)
     gap[0, 5] = 0
     for mask, words in ((gap, "not padding before"), (gap[:, None, None].bool(), "one column"), (gap[:, :7], "column")):
-        with pytest.raises(NotSupportedDecoding, match=words):
+        with pytest.raises(UnsupportedDecoding, match=words):
             model(ids, attention_mask=mask)
     packed = torch.arange(20).repeat(2)[None]
-    with pytest.raises(NotSupportedDecoding, match="packed rows"):
+    with pytest.raises(UnsupportedDecoding, match="packed rows"):
         model(ids[:1], position_ids=packed)
     with pytest.raises(ValueError, match=r"[Ss]tateful|assisted"):
         model.generate(ids[:1], assistant_model=make(), **PLAIN)
-    with pytest.raises(NotSupportedDecoding, match="DynamicCache"):
+    with pytest.raises(UnsupportedDecoding, match="DynamicCache"):
         model.generate(ids, cache_implementation="static", **PLAIN)
     used = DynamicCache(config=model.config)
     for layer in used.layers:
         layer.update(torch.zeros(3, 2, 4, 8), torch.zeros(3, 2, 4, 8))
-    with pytest.raises(NotSupportedDecoding, match="not all were given"):
+    with pytest.raises(UnsupportedDecoding, match="has not read all of them"):
         memory_layer(used, 0)
-    with pytest.raises(NotSupportedDecoding, match="a row has one memory"):
+    with pytest.raises(UnsupportedDecoding, match="a row has one memory"):
         model.generate_batch(ids.tolist(), max_new_tokens=2)
     with pytest.raises(ConfigError, match="there is no memory"):
         make().get_memory_stats()
@@ -324,7 +324,7 @@ def llama():
     return make_model().eval()
 
 
-def test_attached_memory_changes_nothing_until_it_has_learnt_and_leaves_no_trace(ids):
+def test_untrained_attached_memory_changes_nothing_and_detaches_cleanly(ids):
     host = llama()
     before = {name: value.clone() for name, value in host.state_dict().items()}
     hooks = [(len(m._forward_hooks), len(m._forward_pre_hooks)) for m in host.modules()]
@@ -344,7 +344,7 @@ def test_attached_memory_changes_nothing_until_it_has_learnt_and_leaves_no_trace
         padded = torch.cat([torch.zeros(3, 4, dtype=torch.long), ids], dim=1)
         mask = torch.cat([torch.zeros(3, 4, dtype=torch.long), torch.ones_like(ids)], dim=1)
         assert (whole(host, padded, attention_mask=mask)[:, 4:] - changed).abs().max() < 1e-4
-        with pytest.raises(NotSupportedDecoding, match="a row has one memory"):
+        with pytest.raises(UnsupportedDecoding, match="a row has one memory"):
             host.generate_batch(ids.tolist(), max_new_tokens=2)
     assert torch.equal(whole(host, ids), expected)
     assert "init_continuous_batching" not in vars(host)
@@ -353,8 +353,8 @@ def test_attached_memory_changes_nothing_until_it_has_learnt_and_leaves_no_trace
 
 
 @pytest.mark.parametrize("attach", [False, True])
-def test_a_row_of_the_statistics_is_one_of_the_newest_forward_and_a_text_alone_has_its_own(ids, attach):
-    """As docs/memory-hosts.md has it: of beams and of a row that ended early, too."""
+def test_memory_statistics_have_a_row_for_each_sequence_of_the_newest_forward(ids, attach):
+    """As docs/memory-and-routing.md has it: of beams and of a row that ended early, too."""
     host = llama() if attach else make()
     prompt, greedy = ids[:2, :20], {**PLAIN, "eos_token_id": None}
     end = 1 + next(at for at in range(22, 30) if host.generate(prompt, **greedy)[0, at] not in ids[:2, :20])
@@ -395,14 +395,14 @@ OTHER_HOSTS = [  # architecture, layer, what its refusal says; "" where the memo
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.skipif(OLDEST, reason="transformers 5.0 has other caches")
 @pytest.mark.parametrize(("name", "layer", "refusal"), OTHER_HOSTS)
-def test_attached_memory_is_that_of_one_forward_or_refused(name, layer, refusal):
+def test_attached_memory_equals_one_forward_or_is_refused(name, layer, refusal):
     host = architectures.build(name, "causal").eval()
     prompt = torch.tensor([[1, 44, 3, 17, 8, 9, 21, 5]])
     with attach_memory(host, layer, slots=6, segment=4) as attached:
         torch.manual_seed(1)
         torch.nn.init.normal_(attached.memory.output.weight)
         if refusal:
-            with pytest.raises((NotSupportedHost, NotSupportedDecoding), match=refusal):
+            with pytest.raises((UnsupportedModel, UnsupportedDecoding), match=refusal):
                 host.generate(prompt, **PLAIN)
             return
         out = host.generate(prompt, **PLAIN, return_dict_in_generate=True, output_logits=True)
@@ -412,20 +412,20 @@ def test_attached_memory_is_that_of_one_forward_or_refused(name, layer, refusal)
 
 
 @pytest.mark.parametrize("return_dict", [True, False])
-def test_a_cache_that_does_not_come_to_the_layer_is_an_error(ids, return_dict):
+def test_cache_that_does_not_reach_the_layer_is_an_error(ids, return_dict):
     host = llama()
     host.model.layers[1].register_forward_pre_hook(
         lambda module, args, kwargs: (args, {**kwargs, "past_key_values": None}), with_kwargs=True
     )
     with attach_memory(host, 1):
-        with pytest.raises(NotSupportedHost, match=r"gives layer 1 none.*use_cache=False"):
+        with pytest.raises(UnsupportedModel, match=r"does not pass it to layer 1.*use_cache=False"):
             host.model(ids, use_cache=True, return_dict=return_dict)
         host.model(ids, use_cache=False, return_dict=return_dict)
         host(ids, use_cache=False, output_hidden_states=True, output_attentions=True)
 
 
 @pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_enable:FutureWarning")
-def test_attached_memory_is_the_same_where_layers_are_run_again(ids):
+def test_attached_memory_is_unchanged_by_gradient_checkpointing(ids):
     host = llama().train()
     with attach_memory(host, 1, slots=5, segment=6) as attached:
         torch.nn.init.normal_(attached.memory.output.weight)
@@ -436,7 +436,7 @@ def test_attached_memory_is_the_same_where_layers_are_run_again(ids):
 
 
 @pytest.mark.parametrize("kind", list(CheckpointImpl))
-def test_a_layer_that_is_run_again_has_the_mask_of_its_own_forward(ids, kind):
+def test_recomputed_layer_uses_the_mask_of_its_own_forward(ids, kind):
     """Two batches, of which only one is padded, before one backward pass that runs the memory again."""
     host = llama().train()
     mask = torch.ones_like(ids)
@@ -466,7 +466,7 @@ class Moved(torch.autograd.graph.saved_tensors_hooks):
 
 
 @pytest.mark.parametrize("kind", list(CheckpointImpl))
-def test_a_layer_whose_input_was_moved_is_not_taken_for_one_of_another_forward(ids, kind):
+def test_recomputed_layer_with_a_moved_input_is_refused(ids, kind):
     """Where an input lay, another one may lie by now."""
     host = llama().train()
     with attach_memory(host, 1, slots=5, segment=6):
@@ -474,7 +474,7 @@ def test_a_layer_whose_input_was_moved_is_not_taken_for_one_of_another_forward(i
         for _ in range(5):
             with Moved():
                 losses = [host(ids, use_cache=False).logits.square().mean() for _ in range(2)]
-            with pytest.raises(NotSupportedDecoding, match="keep the layer's input where it was"):
+            with pytest.raises(UnsupportedDecoding, match="keep the layer's input where it was"):
                 sum(losses).backward()
 
 
@@ -503,7 +503,7 @@ def test_attached_memory_in_two_threads_answers_as_alone(ids):
     assert all(torch.equal(found[i], alone[i]) for i in (0, 1)) and not torch.equal(*alone)
 
 
-def test_attached_memory_refuses_several_sequences_in_a_row(ids):
+def test_attached_memory_refuses_packed_sequences(ids):
     host, length = llama(), ids.shape[1]
     packed = torch.cat([torch.arange(20), torch.arange(length - 20)])[None].expand_as(ids)
     ones = torch.zeros_like(ids)  # each token a sequence of its own
@@ -511,50 +511,50 @@ def test_attached_memory_refuses_several_sequences_in_a_row(ids):
     with attach_memory(host, 1):
         for given in ({"position_ids": packed}, {"position_ids": ones}, {"cu_seq_lens_q": lengths}):
             for use_cache in (False, True):
-                with pytest.raises(NotSupportedDecoding, match="packed rows"):
+                with pytest.raises(UnsupportedDecoding, match="packed rows"):
                     host(ids, use_cache=use_cache, **given)
         _, cache = in_pieces(host, ids, [20])
-        with pytest.raises(NotSupportedDecoding, match="packed rows"):
+        with pytest.raises(UnsupportedDecoding, match="packed rows"):
             host(ids[:, 20:], past_key_values=cache, position_ids=packed[:, 20:])
         mask = torch.ones_like(ids)
         mask[:, :7] = 0
         host(
             ids, attention_mask=mask, position_ids=(mask.cumsum(1) - 1).masked_fill(mask == 0, 1)
         )  # as generate() gives them
-        with pytest.raises(NotSupportedDecoding, match="outside of a forward of its decoder"):
+        with pytest.raises(UnsupportedDecoding, match="outside of a forward of its decoder"):
             x = torch.zeros(1, 3, host.config.hidden_size)
             host.model.layers[1](x, position_embeddings=host.model.rotary_emb(x, torch.arange(3)[None]))
 
 
-def test_attached_memory_refuses_what_it_cannot_remember(ids):
+def test_attached_memory_refuses_unsupported_layers(ids):
     host = llama()
     _, cache = in_pieces(host, ids, [20])
-    with attach_memory(host, 1), pytest.raises(NotSupportedDecoding, match="not all were given"):
+    with attach_memory(host, 1), pytest.raises(UnsupportedDecoding, match="has not read all of them"):
         host(ids[:, 20:], past_key_values=cache)
     with attach_memory(host, 1):
         _, cache = in_pieces(host, ids, [20])
     host(ids[:, 20:22], past_key_values=cache)
-    with attach_memory(host, 1), pytest.raises(NotSupportedDecoding, match="not all were given"):
+    with attach_memory(host, 1), pytest.raises(UnsupportedDecoding, match="has not read all of them"):
         host(ids[:, 22:], past_key_values=cache)
     with attach_memory(host, 1):
         _, cache = in_pieces(host, ids, [20])
         kept = copy.deepcopy(cache)
         host(ids[:, 20:], past_key_values=cache)
         host(ids[:, 20:], past_key_values=copy.deepcopy(kept))
-    with attach_memory(host, 1), pytest.raises(NotSupportedDecoding, match="another memory wrote"):
+    with attach_memory(host, 1), pytest.raises(UnsupportedDecoding, match="written by another memory"):
         host(ids[:, 20:], past_key_values=kept)
     with pytest.raises(ConfigError, match="layer"):
         attach_memory(host, 3)
     with attach_memory(host, 1), pytest.raises(ConfigError, match="has a memory already"):
         attach_memory(host, 1)
-    with pytest.raises(NotSupportedHost, match="memory_layers"):
+    with pytest.raises(UnsupportedModel, match="memory_layers"):
         attach_memory(make(), 1)
 
 
-def test_a_memory_stays_on_while_its_host_generates(ids):
+def test_memory_cannot_be_detached_during_generation(ids):
     class Detach(StoppingCriteria):
         def __call__(self, input_ids, scores, **kwargs):
-            with pytest.raises(NotSupportedDecoding, match="1 generate"):
+            with pytest.raises(UnsupportedDecoding, match="1 generate"):
                 attached.detach()
             return torch.zeros(len(input_ids), dtype=torch.bool)
 

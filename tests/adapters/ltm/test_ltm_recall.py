@@ -1,4 +1,4 @@
-"""The shipped host recalls beyond its window, by its memory alone; formulas and alerts against what is known."""
+"""The shipped memory model recalls beyond its window; its metrics and alerts have known values."""
 
 import json
 import re
@@ -27,12 +27,12 @@ def ids():
 
 
 @pytest.mark.parametrize("gap", [24, 384])
-def test_shipped_host_recalls_and_reads_the_token_that_it_answers_with(host, gap):
+def test_shipped_model_recalls_and_reads_the_token_that_it_answers_with(host, gap):
     outcome = ltm_recall.recall(host, gap, n_queries=256, seed=3)
     assert outcome["recall"] >= 0.99 and outcome["provenance"] >= 0.99
 
 
-def test_without_its_memory_it_guesses_and_so_does_its_twin():
+def test_model_without_its_memory_and_its_twin_only_guess():
     closed = recall_host()
     for memory in closed.memories.values():
         memory.closed = True
@@ -40,23 +40,23 @@ def test_without_its_memory_it_guesses_and_so_does_its_twin():
         assert ltm_recall.recall(model, 24, n_queries=512, seed=3)["recall"] <= 0.12
 
 
-def test_figures_of_the_page_are_those_of_the_result_file():
+def test_figures_of_the_page_equal_the_result_file():
     found = json.loads((ROOT / "docs/benchmarks/ltm_shipped.json").read_text())
-    page = (ROOT / "docs/memory-hosts.md").read_text()
+    page = (ROOT / "docs/memory-and-routing.md").read_text().split("| recall of 1,024 queries |")[1].split("\n\n")[0]
     lines = [line.split("|")[2].strip() for line in page.splitlines() if line.startswith("|") and line.endswith("% |")]
     names = ("recall_24", "recall_384", "memory_off", "window_only", "provenance")
     assert found["passed"] and lines == [f"{found[name]:.1%}".replace("%", " %") for name in names]
 
 
-def test_examples_of_the_page_print_what_it_shows(capsys):
-    page = (ROOT / "docs/memory-hosts.md").read_text()
+def test_page_examples_print_the_shown_output(capsys):
+    page = (ROOT / "docs/memory-and-routing.md").read_text().split("\n## Memory slots\n")[1]
     names = {}
     for code, shown in re.findall(r"```python\n(.*?)```\n\n```text\n(.*?)```", page, flags=re.DOTALL):
         exec(code, names)
         assert capsys.readouterr().out == shown
 
 
-def test_metrics_of_reads_are_those_of_the_oracle():
+def test_read_metrics_equal_the_oracle():
     reads = read_metrics([[0.1, 0.7, 0.1, 0.1, 0], [0.1, 0.2, 0.6, 0.1, 0], [0.85, 0.05, 0.05, 0.05, 0]])
     expected = {
         "marginal_entropy": 0.981195411, "effective_slots": 2.667643266, "read_entropy": 0.877012251,
@@ -70,7 +70,7 @@ def _sines(k, *shape):
     return np.sin(k + 1.7 * np.arange(np.prod(shape))).reshape(shape)
 
 
-def test_metrics_of_keys_and_surprise_are_those_of_the_oracle():
+def test_key_and_surprise_metrics_equal_the_oracle():
     metrics = key_metrics(_sines(20, 4, 3))
     assert metrics["redundancy"] == pytest.approx(0.612644951, abs=1e-9)
     assert metrics["effective_rank"] == pytest.approx(1.868136870, abs=1e-9)
@@ -78,7 +78,7 @@ def test_metrics_of_keys_and_surprise_are_those_of_the_oracle():
 
 
 @torch.no_grad()
-def test_statistics_are_those_of_the_reads_that_the_memory_gave(host, ids):
+def test_memory_statistics_equal_the_reads_of_the_memory(host, ids):
     """Of one row of 13 segments: what get_memory_stats() says of the newest 8 and the open one, from p itself."""
     memory = host.memories[1]
     outputs = []
@@ -102,7 +102,7 @@ def test_statistics_are_those_of_the_reads_that_the_memory_gave(host, ids):
 
 
 @torch.no_grad()
-def test_healthy_rows_raise_no_alert_and_each_fault_its_own(host, ids):
+def test_healthy_sequences_raise_no_alert_and_each_fault_raises_its_own(host, ids):
     memory, states = host.memories[1], memory_of(host(ids).past_key_values)[1]
     for row in range(len(ids)):
         assert memory_alerts(states.rows(torch.tensor([row])), memory) == []

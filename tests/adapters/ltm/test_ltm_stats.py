@@ -1,4 +1,4 @@
-"""Every metric of a memory is what plain Python counts, token by token, in fp64."""
+"""Every memory metric equals a token-by-token count in plain Python, in fp64."""
 
 import re
 from pathlib import Path
@@ -11,7 +11,7 @@ from probemon.adapters.ltm.memory import SlotMemory
 from probemon.adapters.ltm.stats import stats_of
 from slot_oracle import SlotOracle
 
-PAGE = Path(__file__).parents[3] / "docs/memory-hosts.md"
+PAGE = Path(__file__).parents[3] / "docs/memory-and-routing.md"
 # Metrics with tests of their own, in tests/adapters/ltm/test_ltm_recall.py
 ELSEWHERE = {"contribution", "provenance", "alerts"}
 
@@ -25,7 +25,7 @@ ELSEWHERE = {"contribution", "provenance", "alerts"}
         (30, {"slots": 40, "segment": 6, "compression": 0.5}),  # nothing is ever replaced, most slots are empty
     ],
 )
-def test_every_metric_is_counted_in_plain_python(n_tokens, sizes):
+def test_every_metric_equals_a_count_in_plain_python(n_tokens, sizes):
     torch.manual_seed(0)
     memory = SlotMemory(MemoryShape(16, memory_dim=5, **sizes)).double().eval()
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""What is told of forms while they steer, against the same numbers computed token by token."""
+"""Recorded statistics of update forms equal values computed token by token."""
 
 import math
 from contextlib import ExitStack
@@ -48,7 +48,7 @@ def recorded(host, config, forwards=2, **options):
         return recorder.report(), recorder.alerts(), taken, bem
 
 
-def test_gates_of_groups(host):
+def test_head_group_gates_equal_plain_computation(host):
     report, _, taken, bem = recorded(host, FORMS["head_groups"])
     gate = 2 / (1 + np.exp(-taken[False].double().numpy()))
     for site in bem.sites:
@@ -66,7 +66,7 @@ def test_gates_of_groups(host):
         np.testing.assert_allclose(said["share"], squares / squares.sum(), atol=1e-5)
 
 
-def test_masks_of_ranks(host):
+def test_rank_mask_usage_and_flips_equal_plain_computation(host):
     report, _, taken, bem = recorded(host, FORMS["rank_mask"])
     codes = taken[False].detach()
     masks = top_mask(codes, 2).numpy()
@@ -84,7 +84,7 @@ def test_masks_of_ranks(host):
         assert said["information"] == pytest.approx(entropy - math.log(2), abs=1e-5)
 
 
-def test_kronecker_products(host):
+def test_kronecker_sizes_equal_plain_computation(host):
     report, _, taken, bem = recorded(host, FORMS["kronecker"])
     for site in bem.sites:
         shares = bem.governor.apply(taken)[site.key][:, -1]
@@ -103,7 +103,7 @@ def test_kronecker_products(host):
         assert 1 <= said["stable_rank_at_least"] <= rank * (1 + 1e-5)
 
 
-def test_films(host):
+def test_film_stretch_and_shift_equal_plain_computation(host):
     report, _, taken, bem = recorded(host, FORMS["film"])
     for site in bem.sites:
         gamma, beta = (half.detach() for half in bem.updates[site.key].gamma_beta(taken[False]))
@@ -148,7 +148,7 @@ def added(host, bem, ids):
         ("film", {"sparse_eps": 0.45}),
     ],
 )
-def test_sizes_are_of_what_was_added_after_the_limits(host, name, limits):
+def test_sizes_are_measured_after_the_limits(host, name, limits):
     ids = some_ids()
     config = replace(FORMS[name], sites=("down",), layers=(1,), **limits)
     with randomise(attach_bem(host, config), size=0.8) as bem, torch.no_grad():
@@ -168,7 +168,7 @@ def test_sizes_are_of_what_was_added_after_the_limits(host, name, limits):
     assert said["saturated"] == pytest.approx(float((gamma.abs() > 0.7 * config.bound).double().mean()), abs=1e-6)
 
 
-def test_what_is_wrong_is_told(host):
+def test_faulty_updates_raise_alerts(host):
     film = BemConfig(form="film", rank=3, width=6, chunk_tokens=3, prefix_tokens=6)
     with attach_bem(host, film) as bem, torch.no_grad(), RoutingMonitor(host, bem=bem) as monitor:
         recorder = FormRecorder(bem, monitor)
@@ -193,7 +193,7 @@ def test_what_is_wrong_is_told(host):
         with RoutingMonitor(host, bem=bem) as monitor:
             recorder = FormRecorder(bem, monitor)
             host(some_ids())
-        assert "75% of components are all but never kept" in recorder.alerts()[0]
+        assert "75% of components are almost never kept" in recorder.alerts()[0]
     groups = BemConfig(form="head_groups", sites=("o",), groups=2, rank=2, level="token", width=6)
     with randomise(attach_bem(host, groups)) as bem, torch.no_grad():
         bem.controller.token[-1].weight[1] = bem.controller.token[-1].weight[0]
@@ -204,7 +204,7 @@ def test_what_is_wrong_is_told(host):
         assert "two gates say the same (correlation 1.00)" in recorder.alerts()[0]
 
 
-def test_it_keeps_the_last_tokens_alone_and_leaves_no_trace(host):
+def test_recorder_keeps_only_the_last_tokens_and_removes_its_hooks(host):
     report, _, _, bem = recorded(host, FORMS["film"], forwards=5, most_tokens=2 * LENGTH + 1)
     assert {said["n_tokens"] for said in report.values()} == {4 * LENGTH}  # whole forwards
     assert not bem.controller._forward_hooks
@@ -222,7 +222,7 @@ def masks_of(bem, host, ids):
 
 
 @pytest.mark.parametrize("how", ["one token", "ended early", "padded", "beams", "drafts"])
-def test_tokens_of_the_output_alone_count_and_those_that_follow_each_other_flip(host, how):
+def test_only_output_tokens_count_and_flips_compare_adjacent_ones(host, how):
     config = BemConfig(form="rank_mask", rank=6, active=2, width=6, chunk_tokens=3, prefix_tokens=6)
     options = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
     ids, mask = some_ids(1 if how == "one token" else 2, 1 if how == "one token" else 8), None
@@ -258,7 +258,7 @@ def test_tokens_of_the_output_alone_count_and_those_that_follow_each_other_flip(
     assert {said["flips"] for said in recorder.report().values()} == {None}
 
 
-def test_sequences_packed_in_a_row_are_recorded_as_in_rows_of_their_own(host):
+def test_packed_sequences_are_recorded_like_separate_ones(host):
     config = BemConfig(form="rank_mask", rank=6, active=2, width=6, chunk_tokens=3, prefix_tokens=6)
     texts, reports = [some_ids(1, n, seed=n) for n in (7, 1, 5, 9)], []
     with randomise(attach_bem(host, config), size=0.8) as bem, torch.no_grad():
@@ -272,10 +272,10 @@ def test_sequences_packed_in_a_row_are_recorded_as_in_rows_of_their_own(host):
         assert together["n_tokens"] == 22 and together["flips"] == alone["flips"] > 0
 
 
-def test_what_it_cannot_record_is_refused(host):
+def test_unsupported_adapters_are_refused(host):
     with attach_bem(host) as bem, pytest.raises(ConfigError, match="form is low_rank"):
         FormRecorder(bem, RoutingMonitor(host, bem=bem))
-    with pytest.raises(ConfigError, match="no adapter"):
+    with pytest.raises(ConfigError, match="not an adapter"):
         FormRecorder(host, None)
     with (
         attach_bem(host, FORMS["film"]) as bem,
@@ -284,7 +284,7 @@ def test_what_it_cannot_record_is_refused(host):
         FormRecorder(bem, None)
 
 
-def test_each_site_is_told_by_the_level_that_it_has_learned(host):
+def test_each_site_is_recorded_at_its_learned_level(host):
     """Of four sites two take prefix codes, one chunk and one token codes; queries take chunk codes, as ever."""
     config = BemConfig(form="film", rank=3, width=6, chunk_tokens=3, prefix_tokens=6, level="learned")
     for sites, chosen in ((("o", "down"), [0, 1, 2, 0]), (("q", "down"), [2, 2]), (("q", "down"), [0, 0])):

@@ -1,4 +1,4 @@
-"""What is told of the sizes of updates of every form, against the same numbers computed in NumPy, in fp64."""
+"""Recorded update sizes of every form equal values computed in NumPy, in fp64."""
 
 import math
 from contextlib import ExitStack
@@ -10,7 +10,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
-import probemon.adapters.bem.host_hooks
+import probemon.adapters.bem.model_hooks
 from bem_oracle import FORMS, VOCAB, make_host, randomise
 from conftest import n_hooks
 from probemon.adapters.bem import attach_bem
@@ -124,7 +124,7 @@ def steered(host, config, size=0.5):
 
 
 @pytest.mark.parametrize("name", ["head_groups", "rank_mask", "kronecker", "film"])
-def test_sizes_of_each_form(host, name):
+def test_sizes_of_each_form_equal_plain_computation(host, name):
     ids = some_ids(2)
     with steered(host, replace(FORMS[name], spectral_cap=None, trust_region=None)) as bem:
         with RoutingMonitor(host, bem=bem) as monitor, torch.no_grad():
@@ -137,7 +137,7 @@ def test_sizes_of_each_form(host, name):
 
 
 @pytest.mark.parametrize("name", ["head_groups", "rank_mask"])
-def test_limits_that_bind_are_seen(host, name):
+def test_binding_limits_show_in_the_sizes(host, name):
     ids, reports = some_ids(2), {}
     for cap in (None, 0.05):
         with steered(host, replace(FORMS[name], spectral_cap=cap, trust_region=None)) as bem:
@@ -172,7 +172,7 @@ MAMBA = {"mamba_d_ssm": 16, "mamba_n_heads": 2, "mamba_d_head": 8, "mamba_d_stat
         ("falcon_h1", {"head_dim": 8, "mlp_multipliers": [0.9, 0.3], **MAMBA}, "down"),
     ],
 )
-def test_hidden_states_of_hosts_that_add_otherwise(shape, more, unknown):
+def test_state_change_is_unknown_if_outputs_are_transformed_before_adding(shape, more, unknown):
     """Where a host makes something else of an output before it adds it, how far it moves is not known."""
     torch.manual_seed(0)
     config = AutoConfig.for_model(
@@ -191,7 +191,7 @@ def test_hidden_states_of_hosts_that_add_otherwise(shape, more, unknown):
             check(recorder.report()[site], expected)
 
 
-def test_attention_of_a_host_that_goes_on_from_what_it_normalised_is_not_known():
+def test_state_change_of_attention_is_unknown_if_the_residual_is_normalised():
     config = AutoConfig.for_model(
         "minimax", vocab_size=VOCAB, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2,
         num_key_value_heads=1, head_dim=8, num_local_experts=4,
@@ -219,7 +219,7 @@ class ScaledHost(LlamaForCausalLM):
 
 
 @pytest.mark.parametrize("scale", [1.0, 0.3])
-def test_a_scale_that_is_learned_is_not_taken_for_what_it_begins_as(scale):
+def test_state_change_is_unknown_for_learned_residual_scales(scale):
     host = ScaledHost(make_host().config).eval()
     with torch.no_grad():
         for layer in host.model.layers:
@@ -230,7 +230,7 @@ def test_a_scale_that_is_learned_is_not_taken_for_what_it_begins_as(scale):
         assert {said["moved"] for said in recorder.report().values()} == {None}
 
 
-def test_blocks_of_experts_are_measured_too():
+def test_mixture_of_experts_blocks_are_measured():
     host, ids = make_host("mixtral"), some_ids(2)
     with steered(host, FORMS["film"]) as bem:
         with RoutingMonitor(host, bem=bem) as monitor, torch.no_grad():
@@ -241,7 +241,7 @@ def test_blocks_of_experts_are_measured_too():
 
 
 @pytest.mark.parametrize("name", FORMS)
-def test_a_fresh_adapter_says_0_and_outputs_are_the_same_bit_for_bit(name):
+def test_fresh_adapter_has_size_zero_and_bit_identical_outputs(name):
     host, ids, asked = make_host(), some_ids(2), {"max_new_tokens": 5, "do_sample": False, "eos_token_id": None}
     asked |= {"return_dict_in_generate": True, "output_logits": True, "pad_token_id": 0}
     for size in (None, 0.5):
@@ -261,7 +261,7 @@ def test_a_fresh_adapter_says_0_and_outputs_are_the_same_bit_for_bit(name):
 
 
 @pytest.mark.parametrize("how", ["padded", "ended early", "beams", "drafts"])
-def test_padding_and_tokens_that_are_not_of_the_output_are_left_out(host, how):
+def test_padding_and_tokens_outside_the_output_are_left_out(host, how):
     options = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
     ids, mask = some_ids(2), None
     if how == "drafts":
@@ -293,10 +293,10 @@ def test_padding_and_tokens_that_are_not_of_the_output_are_left_out(host, how):
         check(said, expected[site])
 
 
-def test_nothing_is_measured_unless_a_recorder_asks(host, monkeypatch):
+def test_nothing_is_measured_without_a_recorder(host, monkeypatch):
     made = []
-    real = probemon.adapters.bem.host_hooks.Measures
-    monkeypatch.setattr(probemon.adapters.bem.host_hooks, "Measures", lambda bem: made.append(bem) or real(bem))
+    real = probemon.adapters.bem.model_hooks.Measures
+    monkeypatch.setattr(probemon.adapters.bem.model_hooks, "Measures", lambda bem: made.append(bem) or real(bem))
     ids = some_ids(2)
     with steered(host, FORMS["film"]) as bem, torch.no_grad():
         before = n_hooks(host)
@@ -342,7 +342,7 @@ def test_gradients_are_the_same_when_updates_are_measured():
         assert all(torch.equal(a, b) for a, b in zip(*found[-2:], strict=True))
 
 
-def test_alerts_of_sizes_have_limits():
+def test_size_alerts_obey_their_limits():
     host, ids = make_host(), some_ids(1)
     with steered(host, FORMS["rank_mask"], size=0.5) as bem, torch.no_grad():
         with RoutingMonitor(host, bem=bem) as monitor:
@@ -366,7 +366,7 @@ def test_alerts_of_sizes_have_limits():
 
 
 @pytest.mark.parametrize("name", ["head_groups", "kronecker"])
-def test_measuring_waits_for_no_device(host, name):
+def test_measuring_does_not_synchronise_with_the_device(host, name):
     """A tensor on meta has no values: what asks for one, as a wait for a GPU does, raises."""
 
     def nothing(n):

@@ -1,4 +1,4 @@
-"""Latencies on a clock whose time is told, limits that do not flap, and memory that jumps; then on a host."""
+"""Latency histograms, limits and memory spikes, on a controlled clock and on a model."""
 
 import random
 import threading
@@ -24,7 +24,7 @@ class Clock:
         return self.now
 
 
-def test_quantiles_and_buckets_are_those_of_the_sorted_durations():
+def test_quantiles_and_buckets_equal_those_of_the_sorted_durations():
     durations, random_numbers = Durations("token", ()), random.Random(1)
     values = [random_numbers.lognormvariate(-4, 1.5) for _ in range(2000)]
     for value in values:
@@ -37,7 +37,7 @@ def test_quantiles_and_buckets_are_those_of_the_sorted_durations():
     assert durations.total == pytest.approx(sum(values))
 
 
-def test_a_limit_alerts_after_windows_in_a_row_and_does_not_flap():
+def test_latency_limit_alerts_after_consecutive_windows_without_flapping():
     """Windows of 10: their second largest is what p95 by "higher" is not; the largest of 10 is."""
     durations = Durations("token", [LatencyLimit("token", 0.1, window=10, in_a_row=2, clear_seconds=0.05)])
 
@@ -56,7 +56,7 @@ def test_a_limit_alerts_after_windows_in_a_row_and_does_not_flap():
     assert durations.raised == []
 
 
-def test_a_rise_of_memory_is_a_spike_and_a_level_that_stays_is_none():
+def test_memory_rise_is_a_spike_and_a_stable_level_is_not():
     mb = 1 << 20
     spikes = Spikes(MemorySpike(rise=1.5, clear=1.2, least_bytes=50 * mb, window=8))
     told = [
@@ -88,7 +88,7 @@ class Recording:
     """What a generation is known by."""
 
 
-def test_forwards_and_tokens_take_what_the_clock_says():
+def test_forward_and_token_durations_equal_the_clock():
     clock, alerts = Clock(), []
     host = Told(clock)
     limits = (LatencyLimit("forward", 0.5, window=2, in_a_row=1),)
@@ -110,7 +110,7 @@ def test_forwards_and_tokens_take_what_the_clock_says():
     assert latencies.as_dict()["forward"]["n"] == 4 and not host._forward_hooks and not host._forward_pre_hooks
 
 
-def test_of_one_thread_no_forward_of_another_is_measured():
+def test_one_thread_mode_ignores_forwards_of_other_threads():
     clock = Clock()
     host = Told(clock)
     latencies = Latencies(host, None, (), None, lambda: (5, 10), lambda alerts: None, clock)
@@ -123,7 +123,7 @@ def test_of_one_thread_no_forward_of_another_is_measured():
     latencies.detach()
 
 
-def test_a_monitor_reports_latencies_of_a_generation_and_alerts_of_its_limits():
+def test_monitor_reports_latencies_of_a_generation_and_limit_alerts():
     model = make_model()
     bem = make_bem(model)
     before, heard = n_hooks(model), []
@@ -142,7 +142,7 @@ def test_a_monitor_reports_latencies_of_a_generation_and_alerts_of_its_limits():
     assert n_hooks(model) == before
 
 
-def test_prometheus_gets_histograms_and_not_percentiles():
+def test_prometheus_gets_histograms_instead_of_percentiles():
     registry = pytest.importorskip("prometheus_client").CollectorRegistry()
     from probemon.ops.telemetry.metrics import ProcessMetrics
 
@@ -175,6 +175,6 @@ def test_prometheus_gets_histograms_and_not_percentiles():
         (lambda: RoutingMonitor(make_host("mixtral"), limits=(LatencyLimit("controller", 1.0),)), "no BEM adapter"),
     ],
 )
-def test_what_no_limit_can_be_is_refused(make, says):
+def test_invalid_limits_are_refused(make, says):
     with pytest.raises(ConfigError, match=says):
         make()

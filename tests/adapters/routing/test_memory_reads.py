@@ -1,4 +1,4 @@
-"""Which token a memory reads, in results, events, streams: that of a memory in plain Python over the returned text."""
+"""The token that a memory slot reads, in results, events and streams, equals a memory in plain Python."""
 
 import pytest
 import torch
@@ -97,7 +97,7 @@ def check(result, out, model, memories, begins=(0,) * 3):
 
 
 @pytest.mark.parametrize("beams", [1, 3])
-def test_result_reads_what_plain_python_reads_of_each_returned_text(model, manager, padded, beams):
+def test_result_reads_equal_plain_python_for_each_returned_text(model, manager, padded, beams):
     ids, mask = padded
     with manager.attach(model, followers=[Routing()]) as run:
         out = model.generate(ids, attention_mask=mask, num_beams=beams, **PLAIN)
@@ -110,7 +110,7 @@ def test_result_reads_what_plain_python_reads_of_each_returned_text(model, manag
         assert [cut.reading(i) for i in cut.tokens_of(row)] == [result.reading(i) for i in before]
 
 
-def test_second_turn_reads_what_the_first_wrote(model, manager, padded):
+def test_second_turn_reads_slots_written_in_the_first(model, manager, padded):
     """Given the whole text or its new tokens alone: then what stands before them has an id, and no column."""
     ids, more = padded[0][:1], padded[0][1:2, -23:]
     with manager.attach(model, followers=[Routing()]) as run:
@@ -137,7 +137,7 @@ def test_second_turn_reads_what_the_first_wrote(model, manager, padded):
     assert n_before > 20
 
 
-def test_events_and_streams_say_what_the_result_says(model, manager):
+def test_events_and_streams_have_the_reads_of_the_result(model, manager):
     events, said = [], []
     with manager.attach(model, followers=[Routing()]) as run:
         run.on("*", above=0.0, action=events.append)
@@ -166,7 +166,7 @@ def test_events_and_streams_say_what_the_result_says(model, manager):
 
 
 @pytest.mark.filterwarnings("ignore:adapters .'memory'. are active:UserWarning")
-def test_attached_memories_are_read_too(manager, padded, tmp_path):
+def test_attached_memories_are_read(manager, padded, tmp_path):
     host = make_model(3).eval()
     watch = DynamicProbeManager(make_pack(tmp_path / "pack", host), keep_top_k=6)
     ids, mask = padded
@@ -180,7 +180,7 @@ def test_attached_memories_are_read_too(manager, padded, tmp_path):
         assert check(run.result(out), out, host, memories, begins) > 500
 
 
-def test_what_was_forgotten_or_never_watched_is_not_said_to_be_nothing(model, manager, padded):
+def test_forgotten_or_unwatched_reads_are_not_reported_as_empty(model, manager, padded):
     ids = padded[0][:1]
     with manager.attach(model, followers=[Routing()], keep_tokens=5) as run:
         out = model.generate(ids, **PLAIN)

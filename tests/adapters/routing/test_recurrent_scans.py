@@ -1,4 +1,4 @@
-"""The recurrence of a state-space layer and what follows from it: values that were computed elsewhere, in fp64."""
+"""The recurrence of a state-space layer and its metrics equal independently computed fp64 values."""
 
 import math
 
@@ -46,7 +46,7 @@ def near(found, expected):
 
 
 @pytest.mark.parametrize("scan", SCANS)
-def test_states_and_outputs_are_those_of_the_oracle(scan):
+def test_states_and_outputs_equal_the_oracle(scan):
     states = SCANS[scan](LOG, ADDED)
     y = (states * C[:, None]).sum(-1)
     near(states[5], [0.283060954, 0.207217255, -0.883401592, -0.41657238])
@@ -58,7 +58,7 @@ def test_states_and_outputs_are_those_of_the_oracle(scan):
 
 @pytest.mark.parametrize("scan", SCANS)
 @pytest.mark.parametrize("n", [1, 5, 13])
-def test_scans_go_on_from_a_state(scan, n):
+def test_scans_continue_from_a_state(scan, n):
     log, added, start = -wave(40, n, 3, 2).abs(), wave(41, n, 3, 2), wave(42, 3, 2)
     states = SCANS[scan](log, added, start)
     state = start.numpy()
@@ -67,7 +67,7 @@ def test_scans_go_on_from_a_state(scan, n):
         np.testing.assert_allclose(states[t], state, atol=1e-12)
 
 
-def test_a_scan_that_is_off_by_one_token_is_told_from_a_right_one():
+def test_oracle_detects_a_scan_that_is_off_by_one_token():
     wrong = torch.zeros(T, D, N, dtype=torch.float64)
     for t in range(T):
         wrong[t] = LOG[t].exp() * (wrong[t - 2] if t > 1 else 0) + ADDED[t]
@@ -75,13 +75,13 @@ def test_a_scan_that_is_off_by_one_token_is_told_from_a_right_one():
     assert float(y.abs().max()) > 0.1  # where the right ones agree to 1e-12, though every shape is the same
 
 
-def test_decays_of_which_no_product_can_be_divided_by():
+def test_chunked_scan_is_finite_if_products_of_decays_underflow():
     log, added = torch.full((64, 1), -1.6), torch.ones(64, 1)
     assert not bool((1 / log.cumsum(0).exp()).isfinite().all())  # what dividing by products would need
     assert float(scan_chunked(log, added, chunk=64)[-1]) == pytest.approx(1 / (1 - math.exp(-1.6)), rel=1e-6)
 
 
-def test_half_life_length_and_look_back_are_those_of_the_oracle():
+def test_half_life_length_and_look_back_equal_the_oracle():
     near(half_life(LOG), [0.975762599, 0.4878813, 1.899496842, 0.237437105])
     near(effective_length(LOG)[5], [1.932557944, 1.311956941, 3.066656525, 1.287679198])
     attention = hidden_attention(LOG, INTO, C[:, None].expand(T, D, N))
@@ -99,7 +99,7 @@ def test_a_constant_decay_has_its_half_life_and_length(decay, half):
     assert float(effective_length(log)[-1]) == pytest.approx(1 / (1 - decay))
 
 
-def test_the_share_of_a_state_that_is_new():
+def test_update_share_is_the_new_part_of_the_state():
     before = torch.cat([torch.zeros(1, D, N, dtype=torch.float64), scan_loop(LOG, ADDED)[:-1]])
     share = update_share(LOG, ADDED, before, (-1,))
     assert bool((share[0] == 1).all()) and bool((share <= 1).all())
@@ -111,12 +111,12 @@ def test_the_share_of_a_state_that_is_new():
     np.testing.assert_allclose(gone[-1], LOG.sum(0).exp(), rtol=1e-12)  # it decays by what the decays say
 
 
-def test_the_rank_of_states():
+def test_effective_rank_has_known_values():
     assert float(effective_rank(torch.eye(3))) == pytest.approx(3)
     assert float(effective_rank(torch.ones(4, 3))) == pytest.approx(1, abs=1e-6)
     assert float(effective_rank(torch.zeros(4, 3))) == 1
 
 
-def test_a_chunk_of_no_tokens_is_refused():
+def test_empty_chunk_is_refused():
     with pytest.raises(ConfigError, match="chunk"):
         scan_chunked(LOG, ADDED, chunk=0)

@@ -1,4 +1,4 @@
-"""Recurrent layers beside routers and probes: the routing of a run opens the same reading that StateMonitor has."""
+"""Recurrent layers monitored together with routers and probes report what StateMonitor reports."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from probemon import DynamicProbeManager
 from probemon.adapters.routing import RoutingMonitor, RoutingSettings
 from probemon.adapters.routing.recorder import Routing
 from probemon.adapters.routing.recurrent import StateMonitor
-from probemon.errors import ConfigError, NotSupportedHost
+from probemon.errors import ConfigError, UnsupportedModel
 from probemon.monitor.sinks import CallbackSink
 from probemon.ops.telemetry.metrics import ProcessMetrics
 from recurrent_hosts import BATCH, GREEDY, make_host
@@ -37,7 +37,7 @@ def test_a_run_with_probes_has_the_report_of_a_monitor_alone(tmp_path, beams):
     }  # fmt: skip
 
 
-def test_a_host_with_experts_and_recurrent_layers_has_both():
+def test_model_with_experts_and_recurrent_layers_reports_both():
     host = make_host("jamba", num_hidden_layers=2, **MOE)
     with RoutingMonitor(host) as monitor:
         host.generate(BATCH, attention_mask=MASK, **GREEDY)
@@ -49,7 +49,7 @@ def test_a_host_with_experts_and_recurrent_layers_has_both():
     assert {"collapse", "short"} <= set(report["unjudged"]) and {"collapse", "short"} <= set(monitor.kinds)
 
 
-def test_alerts_of_states_are_told_as_those_of_routers_are_and_scraped():
+def test_state_alerts_are_reported_and_scraped_like_router_alerts():
     host = make_host("mamba2")
     ids = torch.randint(1, 60, (1, 600), generator=torch.Generator().manual_seed(0))
     told, registry = [], CollectorRegistry()
@@ -84,10 +84,10 @@ def test_alerts_of_states_are_told_as_those_of_routers_are_and_scraped():
     assert monitor.report()["unjudged"] == {}
 
 
-def test_what_has_no_decisions_takes_no_sink_and_what_has_neither_is_refused():
+def test_sinks_need_decisions_and_monitoring_needs_routers_or_states():
     with RoutingMonitor(make_host("mamba")) as monitor, pytest.raises(ConfigError, match="no decisions to write"):
         monitor.add_sink(CallbackSink(print))
-    with pytest.raises(NotSupportedHost, match="no X-LoRA and no recurrent layer"):
+    with pytest.raises(UnsupportedModel, match="no X-LoRA and no recurrent layer"):
         RoutingMonitor(make_model())
     with pytest.raises(ConfigError, match="states is 1"):
         RoutingSettings(states=1)

@@ -1,4 +1,4 @@
-"""What recurrent layers keep: recomputed states are the host's own, in every mode, and watching changes nothing."""
+"""Recomputed recurrent states equal the model's own in every mode, and watching changes nothing."""
 
 import math
 
@@ -10,7 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from conftest import PAD, n_hooks
 from probemon.adapters.routing.recurrent import StateMonitor
 from probemon.adapters.routing.recurrent.tally import StateTally, Told
-from probemon.errors import CallbackFailed, ConfigError, NotSupportedHost
+from probemon.errors import CallbackFailed, ConfigError, UnsupportedModel
 from recurrent_hosts import BATCH, GREEDY, HOSTS, HYBRID, SIZES, cache_in, cache_of, make_host
 
 
@@ -28,7 +28,7 @@ def largest_difference(states, cache, row):
     return found
 
 
-def test_states_are_those_of_the_cache_at_every_token(host):
+def test_states_equal_the_cache_at_every_token(host):
     bare = host.generate(BATCH, attention_mask=BATCH != PAD, **GREEDY)
     given, handle = cache_of(host)
     differences = []
@@ -44,7 +44,7 @@ def test_states_are_those_of_the_cache_at_every_token(host):
 
 
 @pytest.mark.parametrize("n_tokens", [1, 3])
-def test_steps_of_a_first_forward_are_held_to_the_hosts_limit(n_tokens):
+def test_first_forward_steps_obey_the_models_time_step_limit(n_tokens):
     """A forward of one token is held to it where nothing was kept before, and else it is not."""
     host, ids = make_host("mamba2", time_step_limit=(0.3, 0.5)), torch.tensor([[17, 5, 9]])[:, :n_tokens]
     told = []
@@ -60,7 +60,7 @@ def test_steps_of_a_first_forward_are_held_to_the_hosts_limit(n_tokens):
         assert float((stack.state[layer] - kept).abs().max()) < 1e-6 * float(kept.abs().max())
 
 
-def test_states_of_beams_are_those_of_a_forward_of_what_was_returned(host):
+def test_beam_states_equal_a_forward_of_the_returned_sequences(host):
     told = {}
     with StateMonitor(host, states=True) as monitor:
         monitor.listen(lambda row, placed, of: told.__setitem__(row, (placed, of)))
@@ -81,7 +81,7 @@ def test_states_of_beams_are_those_of_a_forward_of_what_was_returned(host):
     assert monitor.n_tokens <= 2 * 4 + 4 * 4 + 1  # what sequences share is counted once
 
 
-def test_steps_alone_say_the_same_as_with_states(host):
+def test_steps_without_states_report_the_same_as_with_states(host):
     reports = []
     for states in (False, True):
         with StateMonitor(host, states=states) as monitor:
@@ -95,7 +95,7 @@ def test_steps_alone_say_the_same_as_with_states(host):
 
 
 @pytest.mark.parametrize(("decay", "half_life"), [(0.5, 1.0), (0.99, 68.97)])
-def test_planted_decays_are_told(decay, half_life):
+def test_planted_decays_are_measured(decay, half_life):
     host = make_host("mamba2")
     with torch.no_grad():
         for layer in host.backbone.layers:
@@ -113,7 +113,7 @@ def test_planted_decays_are_told(decay, half_life):
     assert said["length_mean"] == pytest.approx(np.mean(lengths), rel=1e-4) and said["resets"] == 0
 
 
-def test_nothing_is_added_where_nothing_is_written():
+def test_zero_input_adds_nothing_to_the_state():
     host = make_host("mamba2")
     inner, group = 32, 12
     with torch.no_grad():
@@ -125,7 +125,7 @@ def test_nothing_is_added_where_nothing_is_written():
     assert monitor.report()["ssm.0"]["norm"] == monitor.report()["ssm.0"]["update_share"] == 0
 
 
-def test_a_second_turn_has_a_past_that_is_unknown():
+def test_second_turn_has_an_unknown_past():
     host = make_host("falcon_h1")
     first = host.generate(BATCH[1:2], return_dict_in_generate=True, **GREEDY)
     ids = torch.cat([first.sequences, torch.tensor([[4, 5]])], dim=1)
@@ -143,7 +143,7 @@ def told(positions, length=1.0, grown=math.nan):
     return Told(ones, -ones, length * ones, torch.tensor(positions), ones[..., 0], ones[..., 0], grown * ones[..., 0])
 
 
-def test_alerts_of_which_nothing_was_looked_at_are_not_judged():
+def test_alerts_without_enough_tokens_are_unjudged():
     """Rows that end before token 64, or token 1,025, say nothing of a state that is full, or that grows."""
     tally = StateTally(["ssm.0"], (0.0, math.inf))
     assert tally.needed == {"short": 512, "full": 512, "at limit": 512, "grows": 1025}
@@ -156,7 +156,7 @@ def test_alerts_of_which_nothing_was_looked_at_are_not_judged():
     assert tally.needed == {}
 
 
-def test_what_a_row_does_not_know_yet_ends_no_alert_of_another():
+def test_unknown_values_of_a_sequence_keep_alerts_of_others():
     tally = StateTally(["ssm.0"], (0.0, math.inf))
     tally.add(told([1024, 1025], grown=3.0))
     assert [alert.kind for alert in tally.alerts] == ["grows"]
@@ -166,7 +166,7 @@ def test_what_a_row_does_not_know_yet_ends_no_alert_of_another():
     assert tally.alerts == []
 
 
-def test_alerts_hold_while_what_they_say_holds():
+def test_alerts_clear_when_their_condition_ends():
     host = make_host("mamba2")
     ids = torch.randint(1, 60, (1, 600), generator=torch.Generator().manual_seed(0))
     with StateMonitor(host, states=True) as monitor, torch.no_grad():
@@ -195,7 +195,7 @@ def test_alerts_hold_while_what_they_say_holds():
 
 
 @pytest.mark.parametrize("states", [False, True])
-def test_what_is_not_finite_is_counted_apart_and_ends_nothing(states):
+def test_nonfinite_tokens_are_counted_separately_without_ending_generation(states):
     host = make_host("mamba")  # mamba2 computes a chunk at once: what is NaN there is NaN in the tokens before it, too
     whole = []
     for rows in (BATCH[[0, 2]], None):
@@ -223,7 +223,7 @@ def test_what_is_not_finite_is_counted_apart_and_ends_nothing(states):
     assert monitor.report()["ssm.0"] == {"n_tokens": 0, "n_not_finite": 11}
 
 
-def test_a_listener_that_fails_ends_no_generation_and_is_told_when_the_block_ends():
+def test_failing_callback_is_raised_when_the_block_ends():
     host = make_host("mamba2")
     with pytest.raises(CallbackFailed, match="7 callbacks failed while states"), StateMonitor(host) as monitor:
         monitor.listen(lambda row, placed, told: 1 / 0)
@@ -232,7 +232,7 @@ def test_a_listener_that_fails_ends_no_generation_and_is_told_when_the_block_end
 
 
 @pytest.mark.parametrize("kind", ["mamba2", "falcon_mamba"])
-def test_weights_that_accelerate_keeps_elsewhere_are_read_there(kind):
+def test_offloaded_weights_are_read(kind):
     from accelerate import cpu_offload
 
     host, reports = make_host(kind), []
@@ -245,16 +245,16 @@ def test_weights_that_accelerate_keeps_elsewhere_are_read_there(kind):
     assert reports[0] == reports[1] and all(p.device.type == "meta" for p in host.parameters())
 
 
-def test_weights_that_are_nowhere_are_a_typed_error():
+def test_weights_on_the_meta_device_are_a_typed_error():
     with torch.device("meta"):
         nowhere = AutoModelForCausalLM.from_config(make_host("mamba2").config)
-    with pytest.raises(NotSupportedHost, match=r"layer 0 has no A_log in memory"):
+    with pytest.raises(UnsupportedModel, match=r"layer 0 has no A_log in memory"):
         StateMonitor(nowhere)
 
 
-def test_hosts_without_recurrent_layers_are_refused_and_wrong_settings():
+def test_models_without_recurrent_layers_and_wrong_settings_are_refused():
     llama = AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **{**SIZES, **HYBRID}))
-    with pytest.raises(NotSupportedHost, match="state-space"):
+    with pytest.raises(UnsupportedModel, match="state-space"):
         StateMonitor(llama)
     with pytest.raises(ConfigError, match="on_gap"):
         StateMonitor(make_host("mamba2"), on_gap="pass")

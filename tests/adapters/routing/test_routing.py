@@ -1,4 +1,4 @@
-"""Routing: every decision is that of its own token, in every decoding mode, and watching it changes nothing."""
+"""Routing decisions are recorded for their own tokens in every decoding mode, and watching changes nothing."""
 
 import json
 from concurrent.futures import ThreadPoolExecutor
@@ -15,7 +15,7 @@ from probemon import DynamicProbeManager
 from probemon.adapters.routing import DEFAULT_RULES, AlertRule, RoutingJsonLines, RoutingMonitor, RoutingParquet
 from probemon.adapters.routing.recorder import Routing
 from probemon.adapters.routing.records import COLUMNS
-from probemon.errors import CallbackFailed, ConfigError, NotSupportedHost, UnknownSetting
+from probemon.errors import CallbackFailed, ConfigError, UnknownSetting, UnsupportedModel
 from probemon.monitor.sinks import CallbackSink
 from routed_hosts import GREEDY, KINDS, PROMPT, make_bem, make_moe, packed
 
@@ -83,7 +83,7 @@ def check(model, seen, out, starts, eos=None):
         check_row(model, seen.of(row), line[starts[row] : end], starts[row], end - starts[row])
 
 
-def test_recorded_logits_are_those_the_host_gives_exactly(moe):
+def test_recorded_logits_equal_the_models_exactly(moe):
     with RoutingMonitor(moe) as monitor, torch.no_grad():
         seen = Seen(monitor)
         out = moe(BATCH[1:2], output_router_logits=True)
@@ -95,7 +95,7 @@ def test_recorded_logits_are_those_the_host_gives_exactly(moe):
     )
 
 
-def test_weights_are_those_that_the_experts_got(mixtral):
+def test_recorded_weights_equal_those_given_to_the_experts(mixtral):
     """The router's own output, caught by a hook of the test."""
     caught, gate = [], mixtral.model.layers[1].mlp.gate
     handle = gate.register_forward_hook(lambda module, args, out: caught.append([x.clone() for x in out]))
@@ -110,7 +110,7 @@ def test_weights_are_those_that_the_experts_got(mixtral):
     assert stream["load"] == torch.bincount(experts.ravel(), minlength=5).tolist()
 
 
-def test_watching_changes_no_logit_and_leaves_nothing(moe):
+def test_watching_changes_no_logit_and_leaves_no_hooks(moe):
     options = {
         **GREEDY,
         "attention_mask": (BATCH != PAD).long(),
@@ -134,7 +134,7 @@ MODES = {
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_padded_batch(moe, mode):
+def test_padded_batch_is_recorded_in_every_decoding_mode(moe, mode):
     if OLDEST and mode == "chunks of a prompt":
         pytest.skip("transformers 5.0: no chunks there")
     torch.manual_seed(5)
@@ -150,7 +150,7 @@ def test_padded_batch(moe, mode):
         assert (out == EOS).any() and len(seen.tokens) < 3 * (out.shape[1] - 1) - 3
 
 
-def test_several_sequences_of_a_prompt(mixtral):
+def test_several_sequences_of_one_prompt_are_recorded(mixtral):
     torch.manual_seed(0)
     with RoutingMonitor(mixtral) as monitor:
         seen = Seen(monitor)
@@ -161,7 +161,7 @@ def test_several_sequences_of_a_prompt(mixtral):
 @pytest.mark.parametrize(
     "how", ["a draft model", not_in_oldest("prompt lookup", why="it looks for an end of sequence that there is not")]
 )
-def test_rejected_drafts_are_counted_nowhere(mixtral, how):
+def test_rejected_drafts_are_not_counted(mixtral, how):
     n_run, gate = [], mixtral.model.layers[0].mlp.gate
     handle = gate.register_forward_hook(lambda module, args, out: n_run.append(len(out[0])))
     options = {"assistant_model": make_model(seed=4)} if how == "a draft model" else {"prompt_lookup_num_tokens": 3}
@@ -186,7 +186,7 @@ def test_rejected_drafts_are_counted_nowhere(mixtral, how):
     ],
     ids=str,
 )
-def test_beams_count_what_was_returned_once(mixtral, options):
+def test_beams_are_counted_once_as_returned(mixtral, options):
     torch.manual_seed(1)
     with RoutingMonitor(mixtral) as monitor:
         seen = Seen(monitor)
@@ -203,7 +203,7 @@ def test_beams_count_what_was_returned_once(mixtral, options):
         assert np.abs(raw - routers_of(mixtral, out[row, first:].tolist())[:, position - first]).max() < TOLERANCE
 
 
-def test_second_turn_and_documents_are_requests_of_their_own(mixtral):
+def test_second_turn_and_documents_are_separate_requests(mixtral):
     cache = DynamicCache(config=mixtral.config)
     with RoutingMonitor(mixtral) as monitor:
         seen = Seen(monitor)
@@ -226,7 +226,7 @@ def test_second_turn_and_documents_are_requests_of_their_own(mixtral):
 
 
 @pytest.mark.parametrize("before", [True, False], ids=["attached before", "attached after"])
-def test_compiled_host(before):
+def test_compiled_model_is_recorded(before):
     torch._dynamo.reset()
     model = make_moe()
     config = CompileConfig(mode="default", backend="eager", fullgraph=False)
@@ -241,7 +241,7 @@ def test_compiled_host(before):
     check_row(make_moe(), seen.of(0), out[0].tolist(), 0, 12)
 
 
-def test_threads_that_generate_at_once(mixtral):
+def test_concurrent_threads_are_recorded_separately(mixtral):
     with RoutingMonitor(mixtral) as monitor, ThreadPoolExecutor(2) as pool:
         seen = Seen(monitor)
         outs = list(pool.map(lambda k: mixtral.generate(PROMPT + k, **GREEDY), range(6)))
@@ -259,7 +259,7 @@ def test_threads_that_generate_at_once(mixtral):
 
 
 @pytest.mark.skipif(OLDEST, reason="transformers 5.0: no such configuration")
-def test_continuous_batching():
+def test_continuous_batching_is_recorded():
     from transformers import ContinuousBatchingConfig, GenerationConfig
 
     model = make_moe()
@@ -282,7 +282,7 @@ def test_continuous_batching():
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
-def test_on_a_gpu():
+def test_padded_batch_on_a_gpu_is_recorded():
     model = make_moe().cuda()
     with RoutingMonitor(model) as monitor:
         seen = Seen(monitor)
@@ -290,7 +290,7 @@ def test_on_a_gpu():
     check(make_moe(), seen, out.cpu(), [2, 0, 1])
 
 
-def test_forwards_that_were_not_seen_are_said(mixtral):
+def test_unseen_forwards_are_reported(mixtral):
     with RoutingMonitor(mixtral, on_gap="report") as monitor, Blinded(mixtral, [3, 4]):
         seen = Seen(monitor)
         mixtral.generate(PROMPT, **GREEDY)
@@ -302,7 +302,7 @@ def test_forwards_that_were_not_seen_are_said(mixtral):
 # -- beside probes -------------------------------------------------------------------------------
 
 
-def test_hosted_beside_probes_is_the_same_as_alone_and_changes_no_score(mixtral, tmp_path):
+def test_routing_with_probes_equals_routing_alone_and_changes_no_score(mixtral, tmp_path):
     manager = DynamicProbeManager(
         make_pack(tmp_path / "pack", mixtral, sites=("resid_post.0", "resid_post.2")), keep_top_k=6
     )
@@ -329,7 +329,7 @@ def test_hosted_beside_probes_is_the_same_as_alone_and_changes_no_score(mixtral,
     assert bare.follower(Routing) is None and run.follower(Routing).report()["n_tokens"] == len(beside.tokens)
 
 
-def test_what_users_give_must_not_spoil_a_generation(mixtral):
+def test_failing_callbacks_and_sinks_do_not_change_a_generation(mixtral):
     def broken(*anything):
         raise OSError("broken")
 
@@ -341,7 +341,7 @@ def test_what_users_give_must_not_spoil_a_generation(mixtral):
     assert torch.equal(bare, out) and len(failed.value.failures) == 8 + 1 and monitor.n_tokens == 12
 
 
-def test_what_cannot_be_called_is_refused_when_it_is_given(mixtral):
+def test_uncallable_callbacks_are_refused_when_added(mixtral):
     with RoutingMonitor(mixtral) as monitor:
         for add in (monitor.listen, monitor.on_alert):
             with pytest.raises(ConfigError, match=f"{add.__name__} is given None: give a function to call"):
@@ -352,9 +352,9 @@ def test_what_cannot_be_called_is_refused_when_it_is_given(mixtral):
             add(CallbackSink(print) if add == monitor.add_sink else print)
 
 
-def test_hosts_without_routers_are_refused_before_anything_is_attached(model, manager_of=None):
+def test_models_without_routers_are_refused_before_attaching(model, manager_of=None):
     before = n_hooks(model)
-    with pytest.raises(NotSupportedHost, match="no router that is known"):
+    with pytest.raises(UnsupportedModel, match="no router that is known"):
         RoutingMonitor(model)
     with pytest.raises(ConfigError, match="give what attach_bem returned"):
         RoutingMonitor(model, bem="adapter")
@@ -367,11 +367,11 @@ def test_hosts_without_routers_are_refused_before_anything_is_attached(model, ma
     assert n_hooks(model) == before
 
 
-def test_a_router_that_gives_something_else_is_a_typed_error(mixtral):
+def test_unexpected_router_output_is_a_typed_error(mixtral):
     gate = mixtral.model.layers[1].mlp.gate
     with RoutingMonitor(mixtral), torch.no_grad():
         handle = gate.register_forward_hook(lambda module, args, out: out[:1], prepend=True)
-        with pytest.raises(NotSupportedHost, match=r"router.1 gives \[\(5, 5\)\]: expected logits \[tokens, 5\]"):
+        with pytest.raises(UnsupportedModel, match=r"router.1 gives \[\(5, 5\)\]: expected logits \[tokens, 5\]"):
             mixtral.model.layers[1].mlp.gate(torch.zeros(5, HIDDEN))
         handle.remove()
 
@@ -419,7 +419,7 @@ def test_records_round_trip_through_json_lines_and_parquet(mixtral, tmp_path):
     assert one["flip"] == (logits[5].argmax() != logits[4].argmax())
 
 
-def test_every_flip_of_the_records_is_in_the_statistics(mixtral):
+def test_flips_of_the_records_equal_those_of_the_statistics(mixtral):
     with RoutingMonitor(mixtral) as monitor:
         seen = Seen(monitor)
         out = mixtral.generate(BATCH, **GREEDY, attention_mask=(BATCH != PAD).long())
@@ -436,7 +436,7 @@ def test_every_flip_of_the_records_is_in_the_statistics(mixtral):
         assert stream["flip_rate"] == pytest.approx(flips / sum(len(line) - 1 for line in first))
 
 
-def test_routers_that_give_no_numbers_are_an_alert_and_nothing_else_is_judged():
+def test_nonfinite_routers_raise_an_alert_and_leave_other_rules_unjudged():
     model = make_moe()
     with torch.no_grad():
         model.model.layers[0].mlp.gate.weight[0] = float("nan")
@@ -473,7 +473,7 @@ def exchange_layers(layers):
 
 
 @pytest.mark.parametrize("change", [exchange_gates, exchange_layers])
-def test_a_router_that_stands_in_another_layer_now_is_not_read_as_the_one_of_its_own(tmp_path, change):
+def test_router_moved_to_another_layer_is_not_read_as_its_own(tmp_path, change):
     host, told = make_moe(), []
     manager = DynamicProbeManager(make_pack(tmp_path / "pack", host, sites=(f"resid_post.{LAYERS - 1}",)))
     with (
@@ -495,7 +495,7 @@ REPEATED = torch.tensor([[token] * 7 for token in range(3, 40)])
 
 
 @pytest.mark.parametrize("cached", [False, True])
-def test_neighbours_are_of_one_sequence_where_the_host_tells_packed_ones_apart(mixtral, cached):
+def test_flips_stay_within_packed_sequences_if_the_model_separates_them(mixtral, cached):
     """With a cache it goes on from one to the next, and there is one sequence."""
     texts = list(torch.randint(3, 61, (1, 16), generator=torch.Generator().manual_seed(0)).split([5, 7, 1, 3], dim=1))
     inputs = {**packed(texts), "use_cache": cached}
@@ -513,7 +513,7 @@ def test_neighbours_are_of_one_sequence_where_the_host_tells_packed_ones_apart(m
 
 
 @pytest.mark.parametrize("level", ["auto", "energy"])
-def test_codes_of_packed_sequences_have_the_records_of_rows_of_their_own(level):
+def test_packed_sequences_have_the_code_records_of_separate_ones(level):
     texts = list(torch.randint(3, 61, (1, 30), generator=torch.Generator().manual_seed(1)).split([13, 9, 8], dim=1))
     model, said = make_model(), []
     with make_bem(model, level=level) as bem, torch.no_grad():
@@ -527,7 +527,7 @@ def test_codes_of_packed_sequences_have_the_records_of_rows_of_their_own(level):
     assert said[0] == said[1]
 
 
-def test_what_stands_beside_a_decision_that_is_not_finite_is_no_flip(halting):
+def test_token_next_to_a_nonfinite_decision_is_not_a_flip(halting):
     with RoutingMonitor(halting) as monitor, torch.no_grad():
         seen, given = Seen(monitor), []
         monitor.listen(lambda placed, decisions, record: given.append(decisions))
@@ -547,7 +547,7 @@ def test_what_stands_beside_a_decision_that_is_not_finite_is_no_flip(halting):
     ).any()
 
 
-def test_records_hold_null_for_every_number_that_is_not_finite(halting, tmp_path):
+def test_nonfinite_numbers_are_null_in_records(halting, tmp_path):
     import pyarrow.parquet as pq
 
     def refused(constant):
@@ -565,7 +565,7 @@ def test_records_hold_null_for_every_number_that_is_not_finite(halting, tmp_path
     json.loads(json.dumps(monitor.report()), parse_constant=refused)
 
 
-def test_a_rule_that_no_router_is_for_is_unjudged(mixtral):
+def test_rule_without_a_matching_router_is_unjudged(mixtral):
     mine = AlertRule("mine", "spread", 0.2, 0.35, window=4, in_a_row=1, sources=("xlora",))
     for rules, unjudged in (((*DEFAULT_RULES[:1], mine), {"mine"}), ((DEFAULT_RULES[-1],), {"code reuse"})):
         with RoutingMonitor(mixtral, rules=rules) as monitor:
@@ -574,7 +574,7 @@ def test_a_rule_that_no_router_is_for_is_unjudged(mixtral):
             assert set(monitor.report()["unjudged"]) == unjudged
 
 
-def test_alerts_come_while_it_generates(mixtral):
+def test_alerts_are_raised_during_generation(mixtral):
     told = []
     rule = AlertRule("never even", "max_vio", 0.0, -0.5, window=4, in_a_row=1)
     with RoutingMonitor(mixtral, rules=(rule,), window=4) as monitor:
@@ -599,7 +599,7 @@ def median_entropies(records, e, n_windows=5, window=8):
     }
 
 
-def test_a_baseline_is_saved_given_and_reset(mixtral, tmp_path):
+def test_baseline_can_be_saved_loaded_and_reset(mixtral, tmp_path):
     path, ids = tmp_path / "healthy.json", torch.randint(3, 60, (8, 6), generator=torch.Generator().manual_seed(0))
     with RoutingMonitor(mixtral, rules=(DRIFT,), window=8) as monitor, torch.no_grad():
         seen = Seen(monitor)
@@ -637,7 +637,7 @@ def test_a_baseline_is_saved_given_and_reset(mixtral, tmp_path):
         assert len(told) == 2 and len(monitor.report()["baseline"]) == LAYERS, "what was seen since is what is usual"
 
 
-def test_a_baseline_that_does_not_fit_is_refused_at_once(mixtral, tmp_path):
+def test_mismatched_baseline_is_refused_at_once(mixtral, tmp_path):
     hooks = n_hooks(mixtral)
     one = {
         "source": "moe",
@@ -656,13 +656,13 @@ def test_a_baseline_that_does_not_fit_is_refused_at_once(mixtral, tmp_path):
         ("nowhere.json", "cannot be read"),
         ([3], "has an entry of another form: give source, site"),
         ([{**one, "value": "0.5"}], "has an entry"),
-        ([{**one, "value": float("nan")}], "is no finite number"),
-        ([{**one, "value": 10**5000}], "is no finite number"),
+        ([{**one, "value": float("nan")}], "is not a finite number"),
+        ([{**one, "value": 10**5000}], "is not a finite number"),
         ([{**one, "value": True}], "has an entry"),
         ([{**one, "tokens": 8.0}], "has an entry"),
         ([{k: v for k, v in one.items() if k != "layer"}], "has an entry"),
         ([one, one], "twice"),
-        ([{**one, "site": "router.9", "layer": 9}], "of other routers: it has router.9, here are router.0"),
+        ([{**one, "site": "router.9", "layer": 9}], "of other routers: it has router.9, this model has router.0"),
         ([{**one, "source": "xlora"}], "of other routers"),
         (
             [{**one, "tokens": 512}],
@@ -674,6 +674,6 @@ def test_a_baseline_that_does_not_fit_is_refused_at_once(mixtral, tmp_path):
             RoutingMonitor(mixtral, rules=(DRIFT,), window=8, baseline=baseline)
     for text in ("{", "[1", "\x00"):
         (tmp_path / "x.json").write_text(text)
-        with pytest.raises(ConfigError, match="is no JSON"):
+        with pytest.raises(ConfigError, match="is not JSON"):
             RoutingMonitor(mixtral, rules=(DRIFT,), window=8, baseline=tmp_path / "x.json")
     assert n_hooks(mixtral) == hooks

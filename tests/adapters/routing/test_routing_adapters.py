@@ -1,4 +1,4 @@
-"""Routing of adapters: X-LoRA's scalings and BEM's codes, each at its own token."""
+"""Routing of adapters: X-LoRA scalings and BEM codes are recorded for their own tokens."""
 
 import dataclasses
 
@@ -12,7 +12,7 @@ from oracle import check as check_scores
 from probemon import DynamicProbeManager
 from probemon.adapters.routing import AlertRule, RoutingMonitor
 from probemon.adapters.routing.recorder import Routing
-from probemon.errors import AlignmentError, ConfigError, NotSupportedHost, UnknownSetting
+from probemon.errors import AlignmentError, ConfigError, UnknownSetting, UnsupportedModel
 from routed_hosts import GREEDY, make_bem
 
 peft = pytest.importorskip("peft")
@@ -75,7 +75,7 @@ def collect(recorder):
 
 @pytest.mark.parametrize("settings", [{}, {"layerwise_scalings": True}, {"top_k_lora": 2}], ids=str)
 @pytest.mark.parametrize("way", ["the wrapper", "the host inside"])
-def test_scalings_are_those_of_their_own_tokens(adapters, settings, way):
+def test_xlora_scalings_are_assigned_to_their_own_tokens(adapters, settings, way):
     model = make_xlora(adapters, **settings)
     bare = model.generate(input_ids=BATCH, **PADDED)
     before = n_hooks(model)  # X-LoRA leaves some of its own
@@ -99,7 +99,7 @@ def test_scalings_are_those_of_their_own_tokens(adapters, settings, way):
     assert {(record.source, str(record.site[0])) for record in records} == {("xlora", "xlora")}
 
 
-def test_applied_scalings_are_the_weights(adapters):
+def test_recorded_weights_are_the_applied_scalings(adapters):
     model = make_xlora(adapters, top_k_lora=2)
     with RoutingMonitor(model) as monitor, torch.no_grad():
         tokens, _ = collect(monitor)
@@ -114,7 +114,7 @@ def test_applied_scalings_are_the_weights(adapters):
         assert np.allclose(decisions.weights[0, 0], kept / kept.sum(), atol=1e-6)
 
 
-def test_probes_on_an_xlora_host_see_the_pass_with_adapters(adapters, tmp_path):
+def test_probes_on_an_xlora_model_see_only_the_pass_with_adapters(adapters, tmp_path):
     """The pass without adapters, by which X-LoRA decides, is no token of anybody's."""
     model = make_xlora(adapters)
     manager = DynamicProbeManager(
@@ -129,7 +129,7 @@ def test_probes_on_an_xlora_host_see_the_pass_with_adapters(adapters, tmp_path):
     assert run.follower(Routing).n_tokens == 3 * 12 - 3
 
 
-def test_without_its_adapters_xlora_decides_nothing_and_that_is_said(adapters):
+def test_xlora_with_disabled_adapters_is_a_reported_gap(adapters):
     model = make_xlora(adapters)
     with RoutingMonitor(model) as monitor, model.disable_adapter(), torch.no_grad():
         with pytest.raises(AlignmentError, match=r"without reaching \['xlora'\]"):
@@ -143,7 +143,7 @@ def test_without_its_adapters_xlora_decides_nothing_and_that_is_said(adapters):
     assert monitor.n_unseen == 5 and monitor.n_tokens == len(tokens) == 5
 
 
-def test_scalings_that_are_not_finite_have_no_entropy(adapters):
+def test_nonfinite_scalings_have_no_entropy(adapters):
     """Where nothing is known the weights are all alike, which would be told as indifference."""
     model = make_xlora(adapters)
     with torch.no_grad():
@@ -157,8 +157,8 @@ def test_scalings_that_are_not_finite_have_no_entropy(adapters):
     assert [alert.split(",")[0] for alert in monitor.report()["alerts"]] == ["not finite: xlora"]
 
 
-def test_one_adapter_is_no_choice(adapters):
-    with pytest.raises(NotSupportedHost, match="nothing is routed"):
+def test_xlora_with_one_adapter_is_refused(adapters):
+    with pytest.raises(UnsupportedModel, match="nothing is routed"):
         RoutingMonitor(make_xlora({"0": adapters["0"]}))
 
 
@@ -182,7 +182,7 @@ def codes_of(model, bem, ids):
     "options", [PADDED, {**PADDED, "use_cache": False}, {**PADDED, "num_beams": 2}], ids=["cache", "no cache", "beams"]
 )
 @pytest.mark.parametrize("level", ["position", "auto"])
-def test_codes_are_those_of_their_own_tokens(level, options):
+def test_bem_codes_are_assigned_to_their_own_tokens(level, options):
     model = make_model()
     with make_bem(model, level=level) as bem:
         with RoutingMonitor(model, bem=bem) as monitor:
@@ -224,7 +224,7 @@ def test_codes_are_those_of_their_own_tokens(level, options):
     )
 
 
-def test_a_prompts_chunks_are_one_record_each_and_a_step_that_reuses_says_so():
+def test_prompt_chunk_is_one_record_and_reused_codes_are_marked():
     model = make_model()
     with make_bem(model) as bem, RoutingMonitor(model, bem=bem) as monitor:
         _, records = collect(monitor)
@@ -246,7 +246,7 @@ def test_a_prompts_chunks_are_one_record_each_and_a_step_that_reuses_says_so():
 
 
 @pytest.mark.filterwarnings("ignore:.*adapters .*bem.* are active:UserWarning")
-def test_bem_beside_probes_and_watching_it_changes_nothing(tmp_path):
+def test_bem_works_with_probes_and_watching_changes_nothing(tmp_path):
     model = make_model()
     manager = DynamicProbeManager(make_pack(tmp_path / "pack", model), keep_top_k=6)
     from probemon.adapters.routing import RoutingSettings
@@ -281,7 +281,7 @@ class Fake(nn.Module):
         return self.make(*hidden.shape[:2])
 
 
-def test_what_a_controller_tells_beside_its_codes_is_recorded():
+def test_extra_controller_outputs_are_recorded():
     model = make_model()
 
     def make(n, t):
@@ -308,7 +308,7 @@ def test_what_a_controller_tells_beside_its_codes_is_recorded():
     )
 
 
-def test_what_is_infinite_is_null_in_a_line():
+def test_infinite_values_are_null_in_records():
     model, controller = (
         make_model(),
         Fake(
@@ -325,7 +325,7 @@ def test_what_is_infinite_is_null_in_a_line():
     assert line["sigma1"] is line["delta_rel_norm"] is line["t_capture_us"] is None and line["code_norm"] > 0
 
 
-def test_a_fallback_inside_a_chunk_is_a_record_of_its_own():
+def test_fallback_inside_a_chunk_is_a_separate_record():
     """Of one chunk of 5 tokens, the third and fourth fall back."""
     fallback = torch.tensor([[False, False, True, True, False]])
     model, controller = (
@@ -349,18 +349,18 @@ def test_a_fallback_inside_a_chunk_is_a_record_of_its_own():
     assert stream["code_norm"] == pytest.approx(3**0.5)
 
 
-def test_a_controller_that_gives_no_codes_is_a_typed_error():
+def test_controller_without_codes_is_a_typed_error():
     model, controller = make_model(), Fake(lambda n, t: torch.zeros(n, t, 3))
     model.model.layers[0].register_forward_pre_hook(lambda module, args: controller(args[0]) is None)
     with (
         RoutingMonitor(model, bem=controller),
         torch.no_grad(),
-        pytest.raises(NotSupportedHost, match="expected prefix, chunk or token"),
+        pytest.raises(UnsupportedModel, match="expected prefix, chunk or token"),
     ):
         model(PROMPT)
 
 
-def test_short_rows_and_codes_that_steer_nothing_raise_no_alarm():
+def test_short_sequences_and_unused_codes_raise_no_alert():
     """In a row's first chunk every chunk code is the learned one, and a level that no site takes may do as it likes:
     neither is a collapse.
     """
@@ -388,7 +388,7 @@ def test_short_rows_and_codes_that_steer_nothing_raise_no_alarm():
     }, "and it is not said that there is none"
 
 
-def test_rows_under_the_token_limit_leave_chunk_codes_unjudged():
+def test_sequences_under_the_token_limit_leave_chunk_codes_unjudged():
     model = make_model()
     ids = torch.randint(3, 60, (8, 247), generator=torch.Generator().manual_seed(0))
     with (
@@ -407,7 +407,7 @@ def test_rows_under_the_token_limit_leave_chunk_codes_unjudged():
     }
 
 
-def test_before_any_token_every_rule_of_the_adapter_is_unjudged():
+def test_every_rule_of_the_adapter_is_unjudged_before_any_token():
     model = make_model()
     with make_bem(model) as bem, RoutingMonitor(model, bem=bem) as monitor:
         expected = {
@@ -422,7 +422,7 @@ def test_before_any_token_every_rule_of_the_adapter_is_unjudged():
         assert monitor.report()["unjudged"] == expected
 
 
-def test_a_rule_for_a_level_that_the_adapter_has_not_is_unjudged():
+def test_rule_for_a_level_that_the_adapter_lacks_is_unjudged():
     model, rule = (
         make_model(),
         AlertRule("mine", "code_norm", 0.0, 0.1, window=4, in_a_row=1, sources=("bem",), levels=("prefix",)),
@@ -434,7 +434,7 @@ def test_a_rule_for_a_level_that_the_adapter_has_not_is_unjudged():
     assert monitor.report()["unjudged"] == {"mine": 4}
 
 
-def test_an_adapter_that_is_not_on_this_host_is_refused_with_the_cause():
+def test_adapter_of_another_model_or_detached_is_refused_with_the_cause():
     model, other = make_model(), make_model()
     with make_bem(other) as elsewhere, pytest.raises(ConfigError, match="another LlamaForCausalLM"):
         RoutingMonitor(model, bem=elsewhere)
@@ -448,12 +448,12 @@ def test_an_adapter_that_is_not_on_this_host_is_refused_with_the_cause():
 
 
 @pytest.mark.filterwarnings("ignore:.*adapters .*bem.* are active:UserWarning")
-def test_a_host_whose_only_router_is_an_adapter_says_how_it_is_watched(tmp_path):
+def test_model_routed_only_by_an_adapter_says_how_to_watch_it(tmp_path):
     model = make_model()
     manager = DynamicProbeManager(make_pack(tmp_path / "pack", model), keep_top_k=6)
     with make_bem(model) as bem:
         before = n_hooks(model)
-        with pytest.raises(NotSupportedHost, match=r"Routing\(bem=bem\).*RoutingMonitor\(model, bem=bem\).*--bem"):
+        with pytest.raises(UnsupportedModel, match=r"Routing\(bem=bem\).*RoutingMonitor\(model, bem=bem\).*--bem"):
             manager.attach(model, followers=[Routing()])
         with pytest.raises(ConfigError, match=r"settings of routing are 'x': give a RoutingSettings"):
             manager.attach(model, followers=[Routing("x")])
@@ -475,7 +475,7 @@ def test_an_adapter_of_rank_one_is_watched():
         assert stream["n_tokens"] > 20 and stream["code_norm"] > 0 and "effective_rank" not in stream
 
 
-def test_an_adapter_that_comes_and_goes_under_a_monitor_leaves_nothing():
+def test_reattaching_an_adapter_under_a_monitor_leaves_no_hooks():
     model = make_model()
     before, bem = set(vars(model)), make_bem(model)
     expected = model.generate(BATCH, **PADDED)
@@ -493,7 +493,7 @@ def test_an_adapter_that_comes_and_goes_under_a_monitor_leaves_nothing():
     assert set(vars(model)) == before
 
 
-def test_sizes_of_what_is_applied_are_recorded():
+def test_applied_update_sizes_are_recorded():
     """Against the dense updates of the codes that the sites were given, in fp64."""
     model = make_model()
     with make_bem(model, sites=("q", "o", "down"), spectral_cap=0.4) as bem:

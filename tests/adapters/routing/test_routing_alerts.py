@@ -1,6 +1,4 @@
-"""Alerts on routing: each comes with its fault and not without, holds until the fault is clearly over, and does not
-flap.
-"""
+"""Routing alerts are raised by their fault only, hold until it is over, and do not flap."""
 
 import dataclasses
 import json
@@ -109,7 +107,7 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("name", FAULTS)
-def test_each_fault_is_told_and_health_is_not(name):
+def test_each_fault_raises_its_alert_and_healthy_streams_raise_none(name):
     source, kind, fault = FAULTS[name]
     fed = Fed(source, "chunk" if source == BEM else "").add(HEALTHY[source]())
     assert fed.alerts == [] and fed.tally.alerts.raised == []
@@ -128,7 +126,7 @@ def test_each_fault_is_told_and_health_is_not(name):
     assert all(fed.kinds.count((k, True)) == fed.kinds.count((k, False)) for k, _ in fed.kinds)
 
 
-def test_slow_capture_is_told_once_and_cleared():
+def test_slow_capture_raises_one_alert_and_clears():
     fed = Fed().add(HEALTHY[MOE]())
     fed.add(HEALTHY[MOE](), latency_us=5000)
     assert fed.kinds == [("latency", True)] and fed.alerts[0].stream is None
@@ -138,7 +136,7 @@ def test_slow_capture_is_told_once_and_cleared():
     assert fed.add(HEALTHY[MOE]()).kinds == [("latency", True), ("latency", False)]
 
 
-def test_memory_is_told_once_and_cleared():
+def test_memory_pressure_raises_one_alert_and_clears():
     fed = Fed().add(HEALTHY[MOE]())
     for share, kinds in ((0.95, [True]), (0.87, [True]), (0.95, [True]), (0.5, [True, False])):
         fed.memory = share
@@ -166,7 +164,7 @@ def told(shares, in_a_row=1, raise_at=1.5, clear_at=1.0, window=64):
     return [(i, alert.raised) for i, share in enumerate(shares) for alert in alerts.add(window_of(share))]
 
 
-def test_a_metric_about_its_threshold_does_not_flap():
+def test_metric_near_its_threshold_does_not_flap():
     """MaxVio is 4 times the larger share, less 1: 1.75, 1.25, ... about 1.5, never under 1."""
     shares = [0.6875, 0.5625] * 20
     assert told(shares) == [(0, True)]
@@ -176,14 +174,14 @@ def test_a_metric_about_its_threshold_does_not_flap():
 
 
 @pytest.mark.parametrize("in_a_row", [1, 2, 3])
-def test_it_must_hold_for_windows_in_a_row(in_a_row):
+def test_alert_needs_consecutive_windows(in_a_row):
     bad, good = 0.9, 0.5
     assert told([good, *[bad] * (in_a_row - 1), good] * 4, in_a_row) == []
     raised = told([good, *[bad] * in_a_row, *[good] * in_a_row], in_a_row, clear_at=1.2)
     assert raised == [(in_a_row, True), (2 * in_a_row, False)]
 
 
-def test_a_rule_below_its_threshold_and_larger_windows():
+def test_rules_may_alert_below_a_threshold_and_use_larger_windows():
     alerts = Alerts(
         [AlertRule("idle", "least_load", 0.01, 0.05, window=100, in_a_row=1)], [Stream(MOE, "site", 0)], 4, 1, 64
     )
@@ -191,7 +189,7 @@ def test_a_rule_below_its_threshold_and_larger_windows():
     assert found == [(1, True)]  # 100 tokens are two windows of 64
 
 
-def test_what_is_not_known_raises_nothing_and_clears_nothing():
+def test_unknown_values_neither_raise_nor_clear():
     alerts = Alerts(
         [AlertRule("memory", "memory_share", 0.9, 0.8, window=1, in_a_row=1)], [Stream(MOE, "site", 0)], 4, 1, 64
     )
@@ -203,7 +201,7 @@ def kinds_of(unjudged):
     return {(rule.kind, rule.metric) for rule, _ in unjudged}
 
 
-def test_a_rule_is_judged_by_the_tokens_that_its_metric_is_over():
+def test_rule_is_judged_on_the_tokens_its_metric_counts():
     """No window of decisions that are not finite says that none collapsed; nor one of codes that steer nothing."""
     fed = Fed().add(not_finite(decisions_of(logits_of("collapsed", 1, N)), 3))
     assert fed.kinds == [("not finite", True)] and fed.alerts[0].value == 1 and fed.alerts[0].at == 97
@@ -224,7 +222,7 @@ def test_a_rule_is_judged_by_the_tokens_that_its_metric_is_over():
     }
 
 
-def test_one_decision_that_is_not_finite_is_told_and_over_with_the_next_window():
+def test_single_nonfinite_decision_raises_and_clears_with_the_next_window():
     fed = Fed().add(not_finite(HEALTHY[MOE](), slice(4000, 4001)))
     batch, window = 42 * 97, 15 * 256  # where the batch with it ends, and where its window began
     assert [(alert.kind, alert.raised, alert.at) for alert in fed.alerts] == [
@@ -235,7 +233,7 @@ def test_one_decision_that_is_not_finite_is_told_and_over_with_the_next_window()
 
 
 @pytest.mark.parametrize("n", [1, 6, 300])
-def test_a_decision_that_is_not_finite_is_told_however_few_tokens_there_are(n):
+def test_nonfinite_decision_is_reported_however_few_tokens_there_are(n):
     for source, healthy in HEALTHY.items():
         fed = Fed(source, "chunk" if source == BEM else "").add(healthy().take(np.arange(n)))
         assert fed.alerts == [] and "not finite" not in {rule.kind for rule, _ in fed.tally.alerts.unjudged}
@@ -249,7 +247,7 @@ def test_a_decision_that_is_not_finite_is_told_however_few_tokens_there_are(n):
         assert len(fed.alerts) == 1, "told once"
 
 
-def test_windows_of_few_tokens_that_count_fill_in_time():
+def test_windows_fill_over_time_if_few_tokens_count():
     """Every fourth token steers: the windows of 1,024 of them are 4,096 long, and two of them raise."""
     codes = code_stream(6 * N, varies=1e-3)
     fed = Fed(BEM, "chunk").add(dataclasses.replace(codes, steering=(np.arange(6 * N) % 4 == 0)[None]))
@@ -260,7 +258,7 @@ def test_windows_of_few_tokens_that_count_fill_in_time():
     )
 
 
-def test_a_stream_without_tokens_that_count_keeps_none_of_the_others_waiting():
+def test_stream_without_counted_tokens_does_not_delay_the_others():
     both = np.stack([logits_of("collapsed", 1, N), logits_of("collapsed", 2, N)])
     both[0, :, 3] = np.nan
     decisions = decisions_of(both)
@@ -300,7 +298,7 @@ def drifts(logits, **more):
     return [alert for alert in alerts if alert.kind == "entropy drift"], tally
 
 
-def test_one_bad_window_at_the_start_is_no_baseline():
+def test_bad_window_at_the_start_does_not_become_the_baseline():
     """The stream by which a mean of the first windows was found out: bad from token 3,072 to 4,095, healthy for 100,000
     afterwards.
     """
@@ -315,7 +313,7 @@ def test_one_bad_window_at_the_start_is_no_baseline():
 
 
 @pytest.mark.parametrize("bad", BAD)
-def test_a_bad_stretch_poisons_no_baseline_wherever_it_stands(bad):
+def test_bad_stretch_does_not_spoil_the_baseline_wherever_it_occurs(bad):
     """As long as a window of 1,024, cut by windows or not: what is healthy afterwards is no drift, and what is a drift
     is told at once.
     """
@@ -332,7 +330,7 @@ def test_a_bad_stretch_poisons_no_baseline_wherever_it_stands(bad):
             assert abs(tally.alerts.baseline()[key] - value) < 0.02, (at, key)
 
 
-def test_windows_in_which_an_alert_holds_are_in_no_baseline():
+def test_windows_with_an_active_alert_are_not_in_the_baseline():
     """However many they are: half of the first 20,480 tokens are bad, in one piece, and told of."""
     logits = usual(1, 40_960)
     logits[1024:11_264] = logits_of("collapsed", 1, 10_240)
@@ -344,7 +342,7 @@ def test_windows_in_which_an_alert_holds_are_in_no_baseline():
 
 
 @pytest.mark.parametrize("first", [True, False])
-def test_what_a_window_raises_keeps_it_out_of_every_baseline(first):
+def test_window_that_raises_an_alert_is_in_no_baseline(first):
     """A drift of a known baseline is raised by the first window, beside a rule of equal windows that makes its own."""
     stream = Stream(MOE, "site", 0)
     known = AlertRule("known", "marginal_entropy", 0.1, 0.05, drift=True, window=64, in_a_row=1)
@@ -358,7 +356,7 @@ def test_what_a_window_raises_keeps_it_out_of_every_baseline(first):
     assert len(set(watch.first[0])) == 1  # not the first window's, and not that in which it was over
 
 
-def test_a_baseline_is_given_and_forgotten():
+def test_baseline_can_be_given_and_reset():
     healthy, drift = usual(1, 8192), 0.5 * usual(2, 8192)
     _, tally = drifts(healthy)
     baseline = tally.alerts.baseline()
@@ -395,7 +393,7 @@ def _entropies(logits):
     return -(shares * np.log(shares)).sum(axis=-1) / np.log(shares.shape[-1])
 
 
-def test_dead_experts_are_looked_for_where_each_could_have_been_chosen():
+def test_dead_experts_need_enough_tokens_to_be_judged():
     """Of 128 experts one is chosen: 512 tokens are 4 for each, and some have none by chance."""
     fed = Fed(e=128)
     rng = np.random.default_rng(0)
@@ -405,7 +403,7 @@ def test_dead_experts_are_looked_for_where_each_could_have_been_chosen():
     assert fed.kinds == [("dead expert", True)]
 
 
-def test_how_a_stream_is_cut_changes_no_alert():
+def test_splitting_a_stream_changes_no_alert():
     decisions = decisions_of(np.concatenate([logits_of("by token", 2, 3000), logits_of("collapsed", 2, 3000)]))
     found = []
     for size in (1, 97, 6000):
@@ -417,10 +415,10 @@ def test_how_a_stream_is_cut_changes_no_alert():
     assert found[0] == found[1] == found[2] and any("collapse" in line for line in found[0])
 
 
-def test_rules_that_cannot_work_are_refused():
+def test_invalid_rules_are_refused():
     with pytest.raises(ConfigError, match="two numbers that differ"):
         AlertRule("x", "spread", 0.2, 0.2)
-    with pytest.raises(ConfigError, match="no metric of routing"):
+    with pytest.raises(ConfigError, match="not a routing metric"):
         AlertRule("x", "sprawl", 0.2, 0.3)
     with pytest.raises(ConfigError, match="1 or more"):
         AlertRule("x", "spread", 0.2, 0.3, in_a_row=0)
@@ -453,7 +451,7 @@ def test_rules_that_cannot_work_are_refused():
     }
 
 
-def test_healthy_streams_raise_no_alarm(tmp_path, monkeypatch, capsys):
+def test_healthy_streams_raise_no_false_alert(tmp_path, monkeypatch, capsys):
     """The script that counts false alarms, on few steps, and one of its streams with a fault."""
     out = tmp_path / "alarms.json"
     monkeypatch.setattr(sys, "argv", ["routing_alarms.py", "--out", str(out), "--steps", "3100", "--seed", "3"])
@@ -472,7 +470,7 @@ def test_healthy_streams_raise_no_alarm(tmp_path, monkeypatch, capsys):
     assert routing_alarms.run("broken", 3100, 3)["by_kind"] == {"collapse": 2, "dead expert": 1}
 
 
-def test_codes_at_the_largest_limit_are_finite():
+def test_codes_at_the_norm_limit_are_not_reported_as_nonfinite():
     """In fp32 some are a hair above it."""
     codes = code_stream(N, seed=2)
     raw = codes.raw / np.linalg.norm(codes.raw, axis=-1, keepdims=True) * np.float32(256)

@@ -1,4 +1,4 @@
-"""Reads of memory slots as routing: each is what the memory itself read at that token, and names the token it is of."""
+"""Recorded reads of memory slots equal those of the memory and name the token that was read."""
 
 import math
 from contextlib import ExitStack
@@ -11,7 +11,7 @@ from conftest import make_model
 from probemon.adapters.ltm import attach_memory, recall_host
 from probemon.adapters.ltm.memory import SlotMemory
 from probemon.adapters.routing import RoutingMonitor
-from probemon.errors import NotSupportedDecoding, NotSupportedHost
+from probemon.errors import UnsupportedDecoding, UnsupportedModel
 from slot_hosts import slot_host
 
 LENGTHS = (30, 23, 11)
@@ -41,7 +41,7 @@ def alone(model, ids, memories=None):
 
 
 @pytest.mark.parametrize("beams", [1, 3])
-def test_records_are_the_reads_of_one_forward_of_each_returned_text(model, beams):
+def test_recorded_reads_equal_one_forward_of_each_returned_text(model, beams):
     ids, mask = padded()
     records = []
     with RoutingMonitor(model) as monitor:
@@ -79,7 +79,7 @@ def test_records_are_the_reads_of_one_forward_of_each_returned_text(model, beams
     assert held > 200
 
 
-def test_a_right_answer_of_the_shipped_host_names_the_value_that_it_was_read_from():
+def test_correct_answer_of_the_shipped_model_names_the_value_it_read():
     ids, asked, given = ltm_recall.sequences(8, 60, torch.Generator().manual_seed(5))
     records = []
     host = recall_host()
@@ -132,24 +132,24 @@ def test_attached_memories_are_recorded_as_they_read(beams):
                             assert weight == pytest.approx([*p[1:], p[0]][slot], abs=1e-5)
                         for position, token in zip(line["top_position"], line["top_token"], strict=True):
                             assert (position, token) == (-1, -1) or (position < at and token == int(text[position]))
-    with pytest.raises(NotSupportedHost, match="no router"):
+    with pytest.raises(UnsupportedModel, match="no router"):
         RoutingMonitor(host)
 
 
-def test_what_a_memory_does_not_say_is_refused(model):
+def test_unsupported_memory_modes_are_refused(model):
     ids, mask = padded()
-    with RoutingMonitor(model), pytest.raises(NotSupportedHost, match=r"model\.eval"):
+    with RoutingMonitor(model), pytest.raises(UnsupportedModel, match=r"model\.eval"):
         model.train()(ids, attention_mask=mask)
     model.eval()
-    with RoutingMonitor(model), pytest.raises(NotSupportedDecoding, match="a row has one memory"):
+    with RoutingMonitor(model), pytest.raises(UnsupportedDecoding, match="a row has one memory"):
         model.generate_batch(ids.tolist(), max_new_tokens=2)
     with RoutingMonitor(model):
         model.grow_slots(9)
-        with pytest.raises(NotSupportedHost, match="9 slots, and had 7"):
+        with pytest.raises(UnsupportedModel, match="9 slots, and had 7"):
             model(ids, attention_mask=mask)
 
 
-def test_a_memory_that_is_not_finite_is_counted_and_ends_nothing(model):
+def test_nonfinite_memory_is_counted_without_ending_generation(model):
     ids, mask = padded()
     memory = next(module for module in model.modules() if isinstance(module, SlotMemory))
     with torch.no_grad():

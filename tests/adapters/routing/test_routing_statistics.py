@@ -1,6 +1,4 @@
-"""Every metric of routing on streams whose true value is known, however they are cut; and quantiles within their stated
-error.
-"""
+"""Routing metrics equal known values however a stream is split; quantiles stay within their stated error."""
 
 import dataclasses
 import math
@@ -29,7 +27,7 @@ def test_the_four_streams_have_the_values_of_the_table(kind):
 
 @pytest.mark.parametrize("k", [1, 2, 3])
 @pytest.mark.parametrize("kind", STREAMS)
-def test_metrics_are_those_of_plain_python(kind, k):
+def test_metrics_equal_plain_python(kind, k):
     logits = logits_of(kind, seed=7, n=997)
     found = feed(stats(k), decisions_of(logits, k), sizes=[1, 30, 1000])
     for name, value in plain_metrics(logits, k).items():
@@ -37,7 +35,7 @@ def test_metrics_are_those_of_plain_python(kind, k):
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_how_a_stream_is_cut_and_merged_changes_no_bit(seed):
+def test_splitting_and_merging_a_stream_changes_no_bit(seed):
     rng = np.random.default_rng(seed)
     logits = np.stack([logits_of(kind, seed=seed, n=500) for kind in STREAMS])
     decisions = decisions_of(logits, 2)
@@ -61,20 +59,20 @@ def test_how_a_stream_is_cut_and_merged_changes_no_bit(seed):
     )
 
 
-def test_routers_do_not_mix():
+def test_routers_are_kept_separate():
     logits = np.stack([logits_of(kind, n=800) for kind in STREAMS])
     together = feed(stats(streams=4), decisions_of(logits)).as_dicts()
     assert together == [feed(stats(), decisions_of(one)).as_dicts()[0] for one in logits]
 
 
-def test_flips_are_counted_within_rows():
+def test_flips_are_counted_within_sequences():
     first = np.array([0, 1, 1, 2, 2, 2, 0, 0])
     rows = np.array([0, 0, 0, 1, 1, 1, 0, 1])  # a prompt of two rows, then a token of each
     found = feed(stats(), decisions_of(5 * np.eye(EXPERTS)[first]), sizes=[6, 2], rows=rows)
     assert found.metric("flip_rate")[0] == 3 / 6  # 0-1, 1-1; 2-2, 2-2; then 1-0 and 2-0
 
 
-def test_what_is_no_number_is_left_out_and_counted():
+def test_nonfinite_decisions_are_left_out_and_counted():
     logits = logits_of("by token", n=100)
     bad = np.insert(logits, 40, np.nan, axis=0)
     bad[70, 2] = np.inf
@@ -90,7 +88,7 @@ def test_what_is_no_number_is_left_out_and_counted():
     assert feed(stats(e=3, codes=True), codes_of(codes)).n_bad.tolist() == [1]
 
 
-def test_flips_are_between_finite_neighbours():
+def test_flips_compare_only_finite_neighbours():
     first = np.array([0, 0, 5, 1, 1, 2])
     decisions = decisions_of(5 * np.eye(EXPERTS)[first])
     raw = decisions.raw.copy()
@@ -105,7 +103,7 @@ def test_flips_are_between_finite_neighbours():
     assert feed(stats(e=6, codes=True), codes_of(codes)).n_pairs.tolist() == [3]
 
 
-def test_an_entropy_is_never_less_than_none_nor_told_of_what_is_no_number():
+def test_entropy_is_never_negative_and_nan_for_nonfinite_input():
     found = entropy(np.array([[1.0, 0.0], [np.nan, 0.5], [np.nan, np.nan], [0.5, 0.5]]))
     assert (
         found[0] == 0
@@ -115,7 +113,7 @@ def test_an_entropy_is_never_less_than_none_nor_told_of_what_is_no_number():
     )
 
 
-def test_of_nothing_nothing_is_known():
+def test_empty_statistics_have_no_metrics():
     for one in (stats(), stats(codes=True)):
         assert all(math.isnan(one.metric(name)[0]) for name in METRICS if name != "kv_invalidations")
         assert one.as_dicts()[0]["n_tokens"] == 0
@@ -139,7 +137,7 @@ def plain_codes(codes):
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_codes_are_measured_by_their_covariance(seed):
+def test_code_metrics_equal_their_covariance(seed):
     rng = np.random.default_rng(seed)
     codes = (
         (rng.normal(size=(400, 3)) @ rng.normal(size=(3, 6)) / 3 + rng.normal(size=6))
@@ -155,7 +153,7 @@ def test_codes_are_measured_by_their_covariance(seed):
 
 
 @pytest.mark.parametrize("size", [1e-2, 1e-4, 1e-5])
-def test_tiny_codes_are_measured_as_large_ones(size):
+def test_tiny_codes_are_measured_as_accurately_as_large_ones(size):
     rng = np.random.default_rng(0)
     codes = rng.normal(size=(400, 3)) @ rng.normal(size=(3, 6)) / 3 + rng.normal(size=6)
     codes = (size * codes / np.linalg.norm(codes, axis=1).max()).astype(np.float32).astype(np.float64)
@@ -176,20 +174,20 @@ def test_tiny_codes_are_measured_as_large_ones(size):
 
 
 @pytest.mark.parametrize("rank", [1, 2, 5, 8])
-def test_effective_rank_of_known_rank(rank):
+def test_effective_rank_equals_the_known_rank(rank):
     """Codes that go to both sides of a mean along `rank` axes, equally: exactly that rank."""
     axes = np.linalg.qr(np.random.default_rng(0).normal(size=(8, 8)))[0][:rank]
     codes = 0.5 + np.concatenate([axes, -axes]).repeat(3, axis=0)
     assert abs(feed(stats(codes=True), codes_of(codes)).effective_rank()[0] - rank) < 1e-3
 
 
-def test_codes_that_never_change_have_no_rank():
+def test_constant_codes_have_no_rank():
     found = feed(stats(codes=True), codes_of(np.full((1000, 8), 0.7)))
     assert found.effective_rank()[0] == 0 and found.variation()[0] < 1e-6 and found.rank_entropy()[0] == 0
 
 
 @pytest.mark.parametrize("codes", [False, True], ids=["weights", "codes"])
-def test_no_stream_is_too_long_for_its_sums(codes):
+def test_sums_of_very_long_streams_do_not_overflow(codes):
     """A stream that is doubled 26 times, past 2e11 tokens, has the shares of its first 4,096."""
     large = np.zeros((4096, 4))
     large[:, 0] = 255
@@ -214,7 +212,7 @@ def test_no_stream_is_too_long_for_its_sums(codes):
     assert merged[0].as_dicts() == merged[1].as_dicts()
 
 
-def test_a_softmax_over_clamped_codes_does_not_see_collapse():
+def test_softmax_entropy_cannot_detect_collapse_of_clamped_codes():
     """Why codes have a covariance and no entropy: of norm 3 in 8 dimensions, even the most peaked leaves half of it."""
     codes = np.eye(8) - 1 / 8
     codes *= 3 / np.linalg.norm(codes, axis=1, keepdims=True)
@@ -225,7 +223,7 @@ def test_a_softmax_over_clamped_codes_does_not_see_collapse():
     assert min(feed(stats(), decisions_of(line[None])).metric("decision_entropy")[0] for line in random) > 0.45
 
 
-def test_reuse_is_one_less_one_in_a_chunk_and_an_old_key_is_an_invalidation():
+def test_code_reuse_rate_and_kv_invalidations_have_known_values():
     n = 40 * CHUNK
     boundary = np.arange(n) % CHUNK == 0
     codes = np.random.default_rng(0).normal(size=(40, 8)).repeat(CHUNK, axis=0)
@@ -249,11 +247,11 @@ def test_statistics_of_other_routers_do_not_merge():
         stats().merge(stats(e=4))
     with pytest.raises(ConfigError, match="2 or more"):
         stats(e=1)
-    with pytest.raises(ConfigError, match="no metric of routing"):
+    with pytest.raises(ConfigError, match="not a routing metric"):
         stats().metric("entropy")
 
 
-def test_decisions_taken_apart_and_joined_are_the_same():
+def test_split_and_joined_decisions_equal_the_original():
     decisions = codes_of(np.random.default_rng(0).normal(size=(9, 4)), np.arange(9) % 3 == 0)
     again = Decisions.join([decisions.take(np.arange(2)), decisions.take(np.arange(2, 9))])
     for name in ("raw", "top_idx", "top_w", "decided", "chunk", "fallback"):
@@ -290,7 +288,7 @@ def test_quantiles_are_within_the_stated_error(name, error):
         assert abs(sketch.quantile(q) - exact) <= error * (1 + 1e-9) * exact
 
 
-def test_sketches_merge_and_count_to_the_same_in_any_order():
+def test_sketches_merge_in_any_order():
     values = np.random.default_rng(1).lognormal(3, 2, 3000)
     whole, one, other = LogSketch(), LogSketch(), LogSketch()
     for i, value in enumerate(values.tolist()):
@@ -304,7 +302,7 @@ def test_sketches_merge_and_count_to_the_same_in_any_order():
     assert len(whole._counts) < 900
 
 
-def test_sketch_takes_zero_and_refuses_what_is_no_latency():
+def test_sketch_accepts_zero_and_refuses_invalid_latencies():
     sketch = LogSketch()
     assert math.isnan(sketch.quantile(0.5))
     for value in (0.0, 0.0, 1.0):

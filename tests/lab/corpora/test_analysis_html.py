@@ -1,4 +1,4 @@
-"""An analysis in a notebook, and two that are compared: their own numbers, and names that are text."""
+"""The HTML of an analysis and of a comparison shows their numbers and escapes names."""
 
 import math
 
@@ -29,7 +29,7 @@ def analysis_of(folder, n=3, concepts=CONCEPTS, whaleless=0, **more):
     return write_analysis(folder, documents, concepts, **more)
 
 
-def test_an_analysis_is_shown_with_its_own_counts(tmp_path):
+def test_analysis_html_shows_its_counts(tmp_path):
     analysis = analysis_of(tmp_path / "corpus")
     page = read(analysis._repr_html_())
     assert "3 documents, 0 of them not scored; 6 tokens, 0 of them unseen; 7 scores over the floor (fired)" in page.text
@@ -48,7 +48,7 @@ def test_an_analysis_is_shown_with_its_own_counts(tmp_path):
     assert repr(analysis) == f"Analysis({str(tmp_path / 'corpus')!r}, 3 documents, 6 tokens, pack 'by hand')"
 
 
-def test_concepts_of_one_name_hide_no_other(tmp_path):
+def test_concepts_of_one_name_do_not_hide_each_other(tmp_path):
     """Two senses of a bank: what fires below one says nothing of the other."""
     concepts = [("t", "thing", [], 0.5), ("b1", "bank", ["t"], 0.5), ("b2", "bank", ["t"], 0.5)]
     concepts.append(("r", "river bank", ["b1"], 0.5))
@@ -58,20 +58,20 @@ def test_concepts_of_one_name_hide_no_other(tmp_path):
     assert "2 more were over the floor" in page.text
 
 
-def test_a_corpus_unlike_the_calibration_is_said_to_be(tmp_path):
+def test_corpus_unlike_the_calibration_shows_a_caution(tmp_path):
     analysis = analysis_of(tmp_path / "corpus")
     assert analysis.manifest["totals"]["far"] == 0 and "Caution" not in read(analysis._repr_html_()).text
     far = Analysis(analysis.directory, {**analysis.manifest, "totals": {**analysis.manifest["totals"], "far": 3}})
     assert "Caution: 3 of 6 tokens (50%) are unlike the text" in read(far._repr_html_()).text
 
 
-def test_an_analysis_that_is_not_finished_says_so(tmp_path):
+def test_unfinished_analysis_says_so(tmp_path):
     analysis_of(tmp_path / "corpus", finish=False)
     analysis = Analysis.open(tmp_path / "corpus", unfinished=True)
-    assert "It is not finished" in read(analysis._repr_html_()).text and "not finished" in repr(analysis)
+    assert "The analysis is not finished" in read(analysis._repr_html_()).text and "not finished" in repr(analysis)
 
 
-def test_names_in_an_analysis_are_text_and_of_many_the_strongest_are_shown(tmp_path):
+def test_names_are_escaped_and_only_the_strongest_concepts_are_listed(tmp_path):
     names = [name for name in HOSTILE if "\ud800" not in name]
     concepts = [(f"c{i}", names[i % len(names)], [], 0.5) for i in range(200)]
     tokens = [(0, 1, {c: 0.6 + c / 1000 for c in range(200)})]
@@ -88,7 +88,7 @@ def test_names_in_an_analysis_are_text_and_of_many_the_strongest_are_shown(tmp_p
 
 
 @pytest.mark.parametrize("by", ["share", "max"])
-def test_a_comparison_is_shown_with_its_own_rows(tmp_path, by):
+def test_comparison_html_shows_its_rows(tmp_path, by):
     concepts = [("a", "animal", [], 0.5), ("s", "<ship>", [], 0.5)]
 
     def corpus(name, share):

@@ -1,4 +1,4 @@
-"""Alert thresholds hold the rate they were set to, say when they cannot, and are used where they were made for."""
+"""Calibrated alert thresholds hold their rate, say if they cannot, and are used by matching rules."""
 
 import json
 import math
@@ -22,7 +22,7 @@ from probemon.core.intervals import at_most, clopper_pearson, lower_bound, mean_
 from probemon.core.request_counts import RequestCounts, RequestTraits
 from probemon.core.score_counts import ScoreCounts
 from probemon.errors import CalibrationError, ConfigError, PackCorrupt, PackError
-from probemon.host.identity import host_identity, stated_host
+from probemon.host.identity import manifest_host, model_identity
 from probemon.lab.calibration.calibrate import CalibratedAlerts, Rates, calibrate_alerts, most_allowed, units_needed
 from probemon.lab.calibration.calibrated_pack import write_calibrated
 from probemon.lab.calibration.expansion import Expansion
@@ -49,7 +49,7 @@ def at_least(k, n, p):
 
 @pytest.mark.parametrize("n", [1, 2, 7, 30])
 @pytest.mark.parametrize("confidence", [0.5, 0.9, 0.999])
-def test_bounds_are_where_the_binomial_tail_is_the_risk(n, confidence):
+def test_clopper_pearson_bounds_invert_the_binomial_tail(n, confidence):
     lows, highs = clopper_pearson(np.arange(n + 1), n, confidence)
     side = (1 - confidence) / 2
     assert lows[0] == 0 and highs[n] == 1
@@ -61,14 +61,14 @@ def test_bounds_are_where_the_binomial_tail_is_the_risk(n, confidence):
 
 
 @pytest.mark.parametrize("p", [0.003, 0.1, 0.5, 0.77])
-def test_the_interval_holds_the_rate_as_often_as_it_says(p):
+def test_interval_covers_the_rate_as_often_as_stated(p):
     n, exact = 25, Fraction(p)
     lows, highs = clopper_pearson(np.arange(n + 1), n, 0.9)
     covered = sum(math.comb(n, k) * exact**k * (1 - exact) ** (n - k) for k in range(n + 1) if lows[k] <= p <= highs[k])
     assert 0.9 <= covered < 1 or p < 0.01
 
 
-def test_bounds_of_many_trials_agree_with_closed_forms_and_sums_of_logarithms():
+def test_bounds_of_many_trials_equal_closed_forms_and_log_sums():
     assert upper_bound(0, 10**6, 0.95) == pytest.approx(-math.expm1(math.log(0.05) / 10**6), rel=1e-10)
     assert lower_bound(10**6, 10**6, 0.95) == pytest.approx(math.exp(math.log(0.05) / 10**6), rel=1e-12)
     n, k, p = 40_000, 370, 0.01
@@ -80,7 +80,7 @@ def test_bounds_of_many_trials_agree_with_closed_forms_and_sums_of_logarithms():
     assert at_most(n, n, p) == 1 and clopper_pearson(0, 0) == (0, 1)
 
 
-def test_interval_of_a_mean_is_that_of_a_count_where_nothing_differs():
+def test_mean_interval_has_closed_forms_for_constant_samples():
     for n in (1, 10, 1000):
         low, high = mean_interval(1.0, n, 0.95)
         assert high == 1 and low == pytest.approx(0.025 ** (1 / n), rel=1e-12)
@@ -92,7 +92,7 @@ def test_interval_of_a_mean_is_that_of_a_count_where_nothing_differs():
 
 
 @pytest.mark.parametrize("n", [3, 40])
-def test_interval_of_a_mean_holds_it_as_often_as_it_says(n):
+def test_mean_interval_covers_the_mean_as_often_as_stated(n):
     rng = np.random.default_rng(0)
     means = rng.beta(0.3, 0.1, size=(2000, n)).mean(axis=1)  # mostly near 0 or 1
     low, high = mean_interval(means, n, 0.9)
@@ -102,7 +102,7 @@ def test_interval_of_a_mean_holds_it_as_often_as_it_says(n):
 @pytest.mark.parametrize(
     "bad", [(5, 3, 0.9), (-1, 3, 0.9), (0.5, 3, 0.9), (1, 3, 1.0), (1, 3, 0), (1, 3, True), (math.nan, 3, 0.9)]
 )
-def test_what_is_no_count_or_confidence_is_refused(bad):
+def test_invalid_counts_and_confidences_are_refused(bad):
     with pytest.raises(ConfigError):
         clopper_pearson(*bad)
 
@@ -125,7 +125,7 @@ def largest_allowed(n, rate, risk):
     ("n", "rate", "risk"),
     [(1, 0.5, 0.5), (299, 0.01, 0.05), (298, 0.01, 0.05), (2000, 0.01, 0.05 / 7), (5000, 0.2, 1e-6)],
 )
-def test_as_many_may_exceed_as_the_upper_bound_allows(n, rate, risk):
+def test_allowed_exceedances_are_the_most_the_upper_bound_permits(n, rate, risk):
     allowed = largest_allowed(n, rate, risk)
     assert most_allowed(n, rate, risk) == allowed
     needed = units_needed(rate, risk)
@@ -135,7 +135,7 @@ def test_as_many_may_exceed_as_the_upper_bound_allows(n, rate, risk):
 @pytest.mark.parametrize("family", [False, True])
 @pytest.mark.parametrize("unit", ["token", "document"])
 @pytest.mark.parametrize("aggregate", AGGREGATORS, ids=str)
-def test_thresholds_and_rates_are_those_of_plain_python(aggregate, unit, family):
+def test_thresholds_and_rates_equal_plain_python(aggregate, unit, family):
     benign, k, fpr = random_documents(160, 3), 3, 0.1
     positives = [
         (scores, None if i % 2 else np.array([i % 4 == 0, True, False]))
@@ -183,7 +183,7 @@ def test_thresholds_and_rates_are_those_of_plain_python(aggregate, unit, family)
     assert (alerts.n_tokens, alerts.n_documents) == (sum(map(len, running)), 160)
 
 
-def test_threshold_is_rounded_so_that_no_more_exceed_it():
+def test_threshold_is_rounded_up_so_that_no_more_tokens_exceed_it():
     """Nearest fp32 numbers would be lower than half of the values that they stand for, and one more token would exceed
     them.
     """
@@ -211,7 +211,7 @@ def test_true_rates_are_within_the_target_as_often_as_stated():
     assert broken > 0 and uncorrected / trials > 0.25
 
 
-def test_a_family_alarms_no_more_often_than_asked():
+def test_family_calibration_keeps_the_overall_false_alarm_rate():
     rng, fpr, trials = np.random.default_rng(1), 0.1, 80
     each, family = 0, 0
     for _ in range(trials):
@@ -239,7 +239,7 @@ def test_too_few_benign_tokens_are_refused_with_the_number_needed(settings, need
         calibrate_alerts([scores], unit="document", **{"fpr": 0.01, **settings})
 
 
-def test_tokens_that_were_not_seen_are_left_out():
+def test_unseen_tokens_are_left_out():
     benign = random_documents(60, 2)
     holes = [np.insert(scores, [0, len(scores) // 2], np.nan, axis=0) for scores in benign]
     for unit in ("token", "document"):
@@ -257,7 +257,7 @@ def test_tokens_that_were_not_seen_are_left_out():
         calibrate_alerts(holes, fpr=0.1)
 
 
-def test_scores_that_tie_are_counted_as_they_compare():
+def test_tied_scores_are_counted_with_the_upper_bound_of_allowed_ones():
     """90 % zeros: the threshold may be 0, and the upper bound is still that of as many as were allowed."""
     scores = np.zeros((1000, 1), dtype=np.float32)
     scores[:100] = 0.5
@@ -269,7 +269,7 @@ def test_scores_that_tie_are_counted_as_they_compare():
     assert alerts.threshold.tolist() == [1] and alerts.tokens.count.tolist() == [0]
 
 
-def test_a_concept_without_positives_has_no_rate():
+def test_concept_without_positives_has_no_recall():
     alerts = calibrate_alerts(
         random_documents(60, 2), fpr=0.1, positives=[(np.ones((3, 2), np.float32), np.array([True, False]))]
     )
@@ -289,12 +289,12 @@ def test_a_concept_without_positives_has_no_rate():
         ({"fpr": 0.1, "aggregate": "median"}, "median"),
     ],
 )
-def test_targets_that_are_none_are_refused(settings, words):
+def test_invalid_targets_are_refused(settings, words):
     with pytest.raises(ConfigError, match=words):
         calibrate_alerts(random_documents(60, 2), **settings)
 
 
-def test_documents_without_tokens_or_of_other_concepts_are_refused():
+def test_empty_documents_and_mismatched_concepts_are_refused():
     with pytest.raises(CalibrationError, match="no benign tokens"):
         calibrate_alerts([np.zeros((0, 2), np.float32)], fpr=0.1)
     with pytest.raises(ConfigError, match=r"of \[1, 2\] concepts"):
@@ -333,7 +333,7 @@ def made_expansion(pack, value=0.2):
     return Expansion(values, 0.9, 0.01, 10, 10, 9, 0.05, 0.4, 2, (0,))
 
 
-def test_thresholds_of_an_aggregator_are_kept_beside_those_of_tokens(pack, tmp_path):
+def test_aggregator_thresholds_are_stored_next_to_token_thresholds(pack, tmp_path):
     three, seven, eight = (pack.find(f"c{i}") for i in (3, 7, 8))
     once = write_calibrated(
         pack,
@@ -382,7 +382,7 @@ def test_thresholds_of_an_aggregator_are_kept_beside_those_of_tokens(pack, tmp_p
     ProbePack.open(twice.directory, verify=True)
 
 
-def test_expand_thresholds_for_other_alerts_are_cleared(model, tmp_path):
+def test_expand_thresholds_calibrated_for_other_alerts_are_cleared(model, tmp_path):
     quality = {
         "auroc_median": 0.9,
         "false_positive_rate": 0.3,
@@ -427,7 +427,7 @@ def test_expand_thresholds_for_other_alerts_are_cleared(model, tmp_path):
         DynamicProbeManager(cleared, load_threshold="calibrated", **config)
 
 
-def test_a_pack_that_finds_everything_goes_on_doing_so_by_default(pack, tmp_path):
+def test_calibrated_expansion_is_not_the_default_of_an_exact_pack(pack, tmp_path):
     made = write_calibrated(pack, tmp_path / "a", expansion=made_expansion(pack))
     assert "load_threshold" not in made.recommended and made.manifest["provenance"]["calibrations"][0]["watched"] == []
     exact = DynamicProbeManager(made, strategy="descent", impl="cpu").plan.expand_threshold
@@ -437,7 +437,7 @@ def test_a_pack_that_finds_everything_goes_on_doing_so_by_default(pack, tmp_path
     ] == np.float32(0.2)
 
 
-def test_a_threshold_for_sentences_alone_leaves_a_descent_exact(model, tmp_path):
+def test_thresholds_for_an_aggregate_alone_keep_the_descent_exact(model, tmp_path):
     alert = torch.full((40,), 0.3)
     alert[7] = torch.nan
     pack = make_pack(tmp_path / "pack", model, alert_threshold=alert, aggregated={"max": torch.full((40,), 0.2)})
@@ -448,7 +448,7 @@ def test_a_threshold_for_sentences_alone_leaves_a_descent_exact(model, tmp_path)
     assert made.recommended["load_threshold"] == "calibrated"
 
 
-def test_nothing_is_overwritten_and_nothing_is_written_for_nothing(pack, tmp_path):
+def test_writing_refuses_existing_packs_and_empty_calibrations(pack, tmp_path):
     with pytest.raises(PackError, match="exists"):
         write_calibrated(pack, pack.directory, watched=[3], alerts=made_alerts(Mean(), [0.5]))
     with pytest.raises(ConfigError, match="nothing to write"):
@@ -468,7 +468,7 @@ def test_nothing_is_overwritten_and_nothing_is_written_for_nothing(pack, tmp_pat
         ("mean", torch.zeros(40, dtype=torch.float64), "float64"),
     ],
 )
-def test_forged_thresholds_of_an_aggregator_are_named(pack, tmp_path, name, tensor, words):
+def test_forged_aggregator_thresholds_are_named(pack, tmp_path, name, tensor, words):
     forged = forge(pack, tmp_path / "forged", lambda tensors: tensors.update({f"alert_threshold:{name}": tensor}))
     with pytest.raises(PackCorrupt, match=words):
         ProbePack.open(forged)
@@ -487,7 +487,7 @@ def watched_by(pack, model, *, above, aggregate):
 
 @pytest.mark.filterwarnings("ignore:.*ran nothing while it was watched:UserWarning")
 @pytest.mark.parametrize("aggregate", [None, Ema(0.3), "mean"], ids=str)
-def test_a_rule_uses_the_threshold_made_for_its_aggregate(model, pack, tmp_path, aggregate):
+def test_rule_uses_the_threshold_calibrated_for_its_aggregate(model, pack, tmp_path, aggregate):
     aggregator = Each() if aggregate is None else Mean() if aggregate == "mean" else aggregate
     _, values = watched_by(pack, model, above=0.9, aggregate=aggregate)
     threshold = float(np.float32(np.median(values[:-1])))
@@ -552,19 +552,19 @@ def exhaustive(pack, model, texts):
         yield manager.score_all({site: h[1:] for site, h in hidden.items()}).numpy()
 
 
-def test_a_threshold_far_below_the_packs_own_is_told(pack):
+def test_threshold_far_below_the_packs_own_is_reported(pack):
     own = pack.alert_threshold.numpy()
     rng = np.random.default_rng(0)
     for scale, words in (
         (0.5, ""),
-        (0.05, f"'concept 6' at .*, where the pack has {own[4]:.2g}, and 1 more likewise."),
+        (0.05, f"'concept 6' at .*, the pack's is {own[4]:.2g}, and 1 more likewise."),
     ):
         scores = [scale * own[None, [4, 5]] * rng.random((10, 2)) for _ in range(60)]
         told = _far_below(pack, [4, 5], calibrate_alerts(scores, fpr=0.05, aggregate=Ema(0.5)))
         assert bool(told) == bool(words) and re.search(words, told)
 
 
-def test_the_command_calibrates_and_says_what_it_reached(workplace, model, pack, tmp_path):
+def test_command_calibrates_and_reports_the_reached_rates(workplace, model, pack, tmp_path):
     arguments = [
         pack.directory,
         "--model",
@@ -623,7 +623,7 @@ def test_the_command_calibrates_and_says_what_it_reached(workplace, model, pack,
 
 
 @pytest.mark.parametrize("options", [["--statistics"], ["--fpr", "0.05"]], ids=["alone", "with alerts"])
-def test_the_command_counts_how_concepts_score(workplace, model, pack, tmp_path, options):
+def test_command_stores_score_statistics(workplace, model, pack, tmp_path, options):
     arguments = [pack.directory, "--model", workplace / "host", "--benign", workplace / "benign.jsonl"]
     options = [
         *options,
@@ -654,19 +654,19 @@ def sum_of(counts):
     return sum(one.counts for one in counts)
 
 
-def test_the_command_calibrates_nothing_for_a_baseline(workplace, pack, tmp_path):
+def test_command_refuses_options_that_calibrate_nothing(workplace, pack, tmp_path):
     common = [pack.directory, "--benign", workplace / "benign.jsonl", "--out", tmp_path / "out"]
     for options, words in (
         (["--fpr", "0.1", "--aggregate", "z:pack"], "--aggregate z:pack: nothing is calibrated"),
         ([], "or --statistics to count scores alone"),
         (["--watch", "c5"], "nothing to calibrate"),
-        (["--statistics", "--family"], "are of alert thresholds"),
+        (["--statistics", "--family"], "apply to alert thresholds"),
     ):
         done = run_command(*common, *options)
         assert isinstance(done.exception, ConfigError) and words in str(done.exception), done.exception
 
 
-def test_the_command_freezes_what_requests_were_like(workplace, model, pack, tmp_path):
+def test_command_stores_a_drift_reference_of_its_documents(workplace, model, pack, tmp_path):
     """Its documents, as requests: by the thresholds of the new version, and of all concepts, watched or not."""
     shared = [pack.directory, "--model", workplace / "host", "--benign", workplace / "benign.jsonl"]
     done = run_command(*shared, "--fpr", 0.1, "--watch", "c5", "--watch", "c9", "--out", tmp_path / "out")
@@ -678,14 +678,14 @@ def test_the_command_freezes_what_requests_were_like(workplace, model, pack, tmp
         norms = np.stack([h[1:].norm(dim=-1).numpy() for h in hidden.values()], axis=1)
         traits.append(RequestTraits.of(scores, norms, made.alert_threshold.numpy()))
     expected = RequestCounts.of(traits)
-    assert frozen.counts.n == 60 and frozen.host == host_identity(model, tokenizer) and frozen.alert_set is None
+    assert frozen.counts.n == 60 and frozen.host == model_identity(model, tokenizer) and frozen.alert_set is None
     assert frozen.ids == tuple(concept["id"] for concept in made.concepts) and frozen.sites == ("resid_post.1",)
     # A document whose highest score is the threshold itself is over it or not, by the last bit.
     assert np.abs(frozen.counts.fired - expected.fired).max() <= 1 and expected.fired.max() > 0
     for name in ("low", "high", "flat", "highest", "norms"):
         assert np.abs(getattr(frozen.counts, name) - getattr(expected, name)).sum() <= 2, name
     assert pack.drift_reference is None
-    with pytest.raises(ConfigError, match="the reference is of 60 requests, and of fewer than 100"):
+    with pytest.raises(ConfigError, match="the reference is of 60 requests, and fewer than 100"):
         DriftMonitor(DynamicProbeManager(made))
     assert np.array_equal(frozen.alert, made.alert_threshold.numpy(), equal_nan=True) and frozen.alert[0] > 0
     made.alert_threshold[:] = 0.05
@@ -697,8 +697,8 @@ def test_the_command_freezes_what_requests_were_like(workplace, model, pack, tmp
     assert (copy.drift_reference.counts.highest == frozen.counts.highest).all()
 
 
-def test_what_a_pack_does_not_say_of_its_host_is_said_when_it_is_calibrated(model, tmp_path):
-    whole = stated_host(model, "org/name")
+def test_calibration_completes_missing_model_details_of_a_pack(model, tmp_path):
+    whole = manifest_host(model, "org/name")
 
     def said(host):
         pack = make_pack(tmp_path / "pack", model, host=host, overwrite=True)
@@ -713,13 +713,13 @@ def test_what_a_pack_does_not_say_of_its_host_is_said_when_it_is_calibrated(mode
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (lambda manifest: manifest.pop("drift"), "and the manifest's drift beside it"),
+        (lambda manifest: manifest.pop("drift"), "and drift in the manifest"),
         (lambda manifest: manifest["drift"].pop("host"), "drift has no host"),
         (lambda manifest: manifest["drift"].update(n_requests="60"), "drift.n_requests is '60': expected a number"),
-        (lambda manifest: manifest["drift"].update(n_requests=59), "are no counts of 59 requests"),
+        (lambda manifest: manifest["drift"].update(n_requests=59), "are not counts of 59 requests"),
     ],
 )
-def test_a_forged_reference_of_a_pack_is_refused(workplace, pack, tmp_path, change, words):
+def test_forged_drift_reference_is_refused(workplace, pack, tmp_path, change, words):
     counts = RequestCounts.none(pack.n_probes, pack.n_probes, 1)
     counts.highest[:, 3] = 60
     frozen = replace(counts, n=60)
@@ -735,7 +735,7 @@ def test_a_forged_reference_of_a_pack_is_refused(workplace, pack, tmp_path, chan
         ProbePack.open(tmp_path / "out").drift_reference  # noqa: B018
 
 
-def test_the_command_calibrates_expansion_on_documents_that_set_no_alerts(workplace, model, pack, tmp_path):
+def test_command_calibrates_expansion_on_documents_not_used_for_alerts(workplace, model, pack, tmp_path):
     from probemon.lab.calibration.expansion import Reach, calibrate_expansion, split
 
     done = run_command(
@@ -770,7 +770,7 @@ def test_the_command_calibrates_expansion_on_documents_that_set_no_alerts(workpl
 
 
 @pytest.mark.parametrize("level", [0, 1])
-def test_a_recall_is_that_of_a_descent_which_begins_where_the_pack_says(workplace, model, tmp_path, level):
+def test_recall_is_measured_from_the_packs_starting_levels(workplace, model, tmp_path, level):
     """The levels begin at 0 or at 1, and descents at the second of them, or at c0 too."""
     from probemon.lab.calibration.expansion import Reach, measure_expansion, split
 
@@ -826,7 +826,7 @@ def test_a_recall_is_that_of_a_descent_which_begins_where_the_pack_says(workplac
         (["--expand-recall", "0.9", "--family"], "give --fpr too"),
     ],
 )
-def test_bad_input_is_told_before_anything_is_written(workplace, pack, tmp_path, arguments, words):
+def test_invalid_input_is_reported_before_anything_is_written(workplace, pack, tmp_path, arguments, words):
     done = run_command(
         pack.directory,
         "--model",
@@ -844,7 +844,7 @@ def test_bad_input_is_told_before_anything_is_written(workplace, pack, tmp_path,
     ("stated", "words"),
     [("c5", "document odd: 'concepts' is 'c5': give a list of concept ids"), (["c77"], "no concept 'c77'")],
 )
-def test_concepts_of_a_positive_document_are_a_list_of_known_ones(workplace, pack, tmp_path, stated, words):
+def test_positive_documents_must_list_known_concepts(workplace, pack, tmp_path, stated, words):
     """And before the model is loaded: there is none here."""
     (tmp_path / "odd.jsonl").write_text(json.dumps({"id": "odd", "text": "abc", "concepts": stated}))
     done = run_command(
@@ -866,7 +866,7 @@ def test_concepts_of_a_positive_document_are_a_list_of_known_ones(workplace, pac
 @pytest.mark.parametrize(
     ("out", "words"), [("taken", "taken exists: choose another"), ("taken/below", "taken is a file; choose another")]
 )
-def test_where_no_pack_can_be_written_is_told_before_the_model_is_loaded(workplace, pack, tmp_path, out, words):
+def test_unwritable_output_is_reported_before_the_model_is_loaded(workplace, pack, tmp_path, out, words):
     (tmp_path / "taken").write_text("mine")
     done = run_command(
         pack.directory,
@@ -882,7 +882,7 @@ def test_where_no_pack_can_be_written_is_told_before_the_model_is_loaded(workpla
     assert words in str(done.exception) and (tmp_path / "taken").read_text() == "mine"
 
 
-def test_documents_have_their_own_field_names_lengths_and_windows(workplace, model, pack, tmp_path):
+def test_command_options_set_field_names_length_and_window(workplace, model, pack, tmp_path):
     rows = [{"name": f"b{i}", "body": text} for i, text in enumerate([*random_texts(60, longest=40), "a" * 500])]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     fields = ["--text-field", "body", "--id-field", "name", "--max-chars", 400, "--window", 16, "--overlap", 4]
@@ -925,7 +925,7 @@ def test_documents_have_their_own_field_names_lengths_and_windows(workplace, mod
     )
 
 
-def test_the_pack_is_written_beside_the_old_one(workplace, model, tmp_path):
+def test_calibrated_pack_is_written_next_to_the_old_one(workplace, model, tmp_path):
     small = make_pack(tmp_path / "mine", model, n=6)
     arguments = [small.directory, "--model", workplace / "host", "--benign", workplace / "benign.jsonl", "--fpr", 0.1]
     assert (
@@ -966,14 +966,14 @@ def test_positives_of_other_concepts_are_refused(positives, words):
 
 
 @pytest.mark.parametrize("bad", [7.0, -0.1, np.inf])
-def test_what_is_no_score_is_refused(bad):
+def test_scores_outside_0_to_1_are_refused(bad):
     scores = np.full((400, 1), 0.5)
     scores[17] = bad
     with pytest.raises(ConfigError, match="scores are not between 0 and 1"):
         calibrate_alerts([scores], fpr=0.1)
 
 
-def test_copies_among_the_documents_are_told(workplace, pack, tmp_path):
+def test_duplicate_documents_are_reported(workplace, pack, tmp_path):
     lines = (workplace / "benign.jsonl").read_text().splitlines()[:60]
     (tmp_path / "copies.jsonl").write_text("\n".join([*lines, *lines[:7]]) + "\n")
     arguments = [
@@ -995,7 +995,7 @@ def test_copies_among_the_documents_are_told(workplace, pack, tmp_path):
     )
 
 
-def test_positives_that_were_not_scored_are_told_like_benign_documents(workplace, pack, tmp_path):
+def test_unscored_positives_are_reported_like_benign_documents(workplace, pack, tmp_path):
     """Of 8 positives one alone is short enough."""
     lines = [json.loads(line) for line in (workplace / "positive.jsonl").read_text().splitlines()]
     rows = [lines[0], *({**line, "text": "abc" * 100} for line in lines[1:])]
@@ -1027,7 +1027,7 @@ def test_positives_that_were_not_scored_are_told_like_benign_documents(workplace
     }
 
 
-def test_documents_of_which_not_every_token_was_seen_are_told(pack):
+def test_documents_with_unseen_tokens_are_reported(pack):
     """The states at the letter "b" are no numbers: a text of two letters has one or two that are seen, or none."""
     host, tokenizer, ids = make_model(), make_tokenizer(), []
     broken = tokenizer("b")["input_ids"][-1]
@@ -1048,11 +1048,10 @@ def test_documents_of_which_not_every_token_was_seen_are_told(pack):
         read=lambda source: read_documents(["ac", "ab", "bb", "bb", ""]),
     )
     assert documents.sentences("positive") == [
-        "2 positive documents of 3 tokens, 1 bad one left out (first: 4: empty), 2 left out without a token that was"
-        " seen",
-        "1 of 4 positive documents is a copy of another: the bounds take them as independent, so they are too narrow",
+        "2 positive documents of 3 tokens, 1 bad one left out (first: 4: empty), 2 left out without a seen token",
+        "1 of 4 positive documents is a copy of another: the bounds count them as independent, so they are too narrow",
     ]
     reasons = [{"id": "4", "reason": "empty"}]
     assert documents.left_out() == {"n_bad": 1, "n_unseen": 2, "n_partly_seen": 1, "first_reasons": reasons}
-    assert documents.not_in_drift().startswith("the pack's reference of drift is of 1 of 4 documents")
+    assert documents.not_in_drift().startswith("the pack's drift reference has 1 of 4 documents")
     assert documents.stated()["n_unseen"] == 2

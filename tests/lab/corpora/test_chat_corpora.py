@@ -1,4 +1,4 @@
-"""Chats as documents: each has the tokens and the scores of the same chat watched, whatever it comes in."""
+"""Chats as documents have the tokens and scores of the same chat watched, in every input format."""
 
 import json
 
@@ -53,7 +53,7 @@ def planned(manager, model, tokenizer, source, **reading):
 
 
 @pytest.mark.parametrize("adds_bos", [False, True])
-def test_a_chat_has_the_scores_of_the_chat_watched(manager, model, adds_bos):
+def test_chat_document_has_the_scores_of_the_watched_chat(manager, model, adds_bos):
     tokenizer = tokenizer_of(adds_bos=adds_bos)
     ids = torch.tensor([tokenizer.apply_chat_template(CHAT, return_dict=False)])
     with manager.attach(model, tokenizer) as run:
@@ -74,7 +74,7 @@ def test_a_chat_has_the_scores_of_the_chat_watched(manager, model, adds_bos):
             assert close(online.active_scores(t), scored.scores.active_scores(t))
 
 
-def test_chats_are_read_from_all_that_rows_come_in(manager, model, tmp_path):
+def test_chats_are_read_from_rows_jsonl_parquet_and_arrays(manager, model, tmp_path):
     rows = [{"messages": CHAT, "id": "a"}, {"messages": TOOL_CHAT, "id": "b"}, {"text": "whales sing", "id": "c"}]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     table = pa.Table.from_pylist([{"text": None, "messages": None, **row} for row in rows])
@@ -93,7 +93,7 @@ def test_chats_are_read_from_all_that_rows_come_in(manager, model, tmp_path):
 @pytest.mark.parametrize(
     ("row", "reason"),
     [
-        ({"messages": CHAT, "text": "a"}, "it has 'messages' and 'text', of which one would be left out"),
+        ({"messages": CHAT, "text": "a"}, "it has 'messages' and 'text': give only one of them"),
         ({"messages": []}, "'messages' is empty"),
         ({"messages": [{"role": "bot", "content": "a"}]}, r"messages\[0\] has the role 'bot'"),
         ({"messages": [{"role": "user", "content": None}]}, r"messages\[0\] has a content that is no text"),
@@ -109,7 +109,7 @@ def test_chats_are_read_from_all_that_rows_come_in(manager, model, tmp_path):
         ({"messages": "a chat"}, "'messages' is a text: give a list of messages"),
     ],
 )
-def test_a_chat_that_cannot_be_read_is_a_bad_document_with_its_reason(manager, model, row, reason):
+def test_unreadable_chat_is_a_bad_document_with_its_reason(manager, model, row, reason):
     [bad, good] = planned(manager, model, tokenizer_of(), [row, {"messages": CHAT}]).documents
     with pytest.raises(ValueError, match=reason):
         raise ValueError(bad.reason)
@@ -118,7 +118,7 @@ def test_a_chat_that_cannot_be_read_is_a_bad_document_with_its_reason(manager, m
     assert "this model's tokenizer has no chat template" in without.reason
 
 
-def test_an_analysis_goes_on_with_the_same_chats_as_they_were_rendered(manager, model, tmp_path):
+def test_resuming_needs_the_same_chat_template_and_date(manager, model, tmp_path):
     rows = [{"messages": CHAT}, {"text": "whales"}]
     out = tmp_path / "out"
     first = analyze(manager, model, tokenizer_of(DATED), rows, out)
@@ -136,7 +136,7 @@ def test_an_analysis_goes_on_with_the_same_chats_as_they_were_rendered(manager, 
     assert undated.manifest["identity"]["reading"]["chat_date"] is None
 
 
-def test_chats_are_rendered_with_the_day_that_the_pack_states(model, tmp_path):
+def test_chats_are_rendered_with_the_packs_chat_date(model, tmp_path):
     pack = make_pack(tmp_path / "a", model, provenance={"chat_date": "2024-02-29"})  # a Thursday
     found = planned(DynamicProbeManager(pack), model, tokenizer_of(DATED), [{"messages": CHAT}])
     assert found.documents[0].text.startswith("<s>on thursday</s>") and found.documents[0].chat_date == "2024-02-29"
@@ -153,7 +153,7 @@ def test_chats_are_rendered_with_the_day_that_the_pack_states(model, tmp_path):
         ProbePack.open(tmp_path / "a")
 
 
-def test_a_calibration_on_chats_states_their_day_in_the_new_pack(manager, model, pack, tmp_path):
+def test_calibration_on_chats_stores_their_date_in_the_new_pack(manager, model, pack, tmp_path):
     source = tmp_path / "chats.jsonl"
     source.write_text(json.dumps({"messages": CHAT}) + '\n{"text": "whales"}\n')
 

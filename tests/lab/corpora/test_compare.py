@@ -1,6 +1,4 @@
-"""Of two corpora the differences are the oracle's, chance is listed as rarely as was said, and nothing but the
-documents matters.
-"""
+"""Differences between two corpora equal the oracle, and chance differences are as rare as stated."""
 
 import dataclasses
 import itertools
@@ -145,7 +143,7 @@ def ties_of(values):
 
 
 @pytest.mark.parametrize(("n", "m", "k"), [(1, 1, 1), (2, 40, 3), (5, 5, 10), (7, 3, 4), (3, 17, 19), (8, 6, 7)])
-def test_where_two_values_occur_it_is_the_exact_test(n, m, k):
+def test_mann_whitney_of_two_values_equals_the_exact_test(n, m, k):
     values = [1.0] * k + [0.0] * (n + m - k)
     for dominance, (p, _) in permutation_p(values[:n], values[n:]).items():
         assert math.isclose(mann_whitney(dominance, [n + m - k, k], n, m), p, rel_tol=1e-9)
@@ -163,7 +161,7 @@ def test_where_two_values_occur_it_is_the_exact_test(n, m, k):
         (3, 25, [0] * 5 + [1] * 10 + [2] * 9 + [3] * 4),
     ],
 )
-def test_of_few_documents_p_is_that_of_all_permutations(n, m, values):
+def test_p_value_of_few_documents_equals_all_permutations(n, m, values):
     for dominance, (p, _) in permutation_p(values[:n], values[n:]).items():
         assert math.isclose(mann_whitney(dominance, ties_of(values), n, m), p, rel_tol=1e-12)
         assert mann_whitney(-dominance, ties_of(values), m, n) == mann_whitney(dominance, ties_of(values), n, m)
@@ -173,7 +171,7 @@ def test_of_few_documents_p_is_that_of_all_permutations(n, m, values):
     ("n", "m", "zeros", "others", "tops"),
     [(22, 22, 0, 44, 0), (6, 100, 80, 26, 0), (16, 40, 30, 20, 6), (12, 70, 12, 6, 64), (26, 26, 30, 0, 22)],
 )
-def test_of_more_p_is_close_to_counting(monkeypatch, n, m, zeros, others, tops):
+def test_p_value_of_many_documents_is_close_to_exact_counting(monkeypatch, n, m, zeros, others, tops):
     ties = [zeros, *[1] * others, tops]
     rank = np.repeat([2 * sum(ties[:i]) + size for i, size in enumerate(ties)], ties)
     rng, found = np.random.default_rng(n), {}
@@ -202,7 +200,7 @@ def test_rare_concepts_in_unequal_corpora_have_no_tiny_p():
         mann_whitney(0, [4, 5], 5, 5)
 
 
-def test_q_is_by_its_definition():
+def test_benjamini_hochberg_equals_its_definition():
     rng = np.random.default_rng(0)
     for n in (1, 2, 7, 40):
         p = np.round(rng.random(n) ** 2, 2)  # with equals
@@ -233,7 +231,7 @@ def nested(rng, n, rare=0.25):
 
 
 @pytest.mark.parametrize(("n", "m", "fdr"), [(12, 108, 0.2), (40, 40, 0.1)])
-def test_of_one_corpus_split_at_random_nothing_differs_too_often(n, m, fdr):
+def test_random_splits_of_a_corpus_rarely_differ(n, m, fdr):
     """All is chance, so the false-discovery rate is how often anything is listed."""
     rng = np.random.default_rng(7)
     whole, n_listed, n_splits = nested(rng, n + m), 0, 150
@@ -243,7 +241,7 @@ def test_of_one_corpus_split_at_random_nothing_differs_too_often(n, m, fdr):
     assert lower_bound(n_listed, n_splits, 0.999) <= fdr
 
 
-def test_planted_differences_are_found_and_little_else():
+def test_planted_differences_are_found_with_few_false_positives():
     rng, false, found = np.random.default_rng(8), [], 0
     for _ in range(60):
         x, y = nested(rng, 50), nested(rng, 50)
@@ -267,7 +265,7 @@ def sample(x):
     )
 
 
-def test_intervals_cover_the_truth():
+def test_intervals_cover_the_true_difference():
     rng, covered, n_runs = np.random.default_rng(9), np.zeros(2), 200
     zero_a, zero_b = 0.6, 0.4
     truth = np.array([(zero_a - zero_b) / 2, zero_a - zero_b])  # uniform where they are not 0
@@ -283,7 +281,7 @@ def test_intervals_cover_the_truth():
 
 
 @pytest.mark.parametrize("by", ["share", "max"])
-def test_numbers_are_those_of_all_pairs_of_documents(both, by):
+def test_statistics_equal_a_count_over_all_document_pairs(both, by):
     found = compare(*both, by=by, resamples=39)
     shares = [
         np.where(counts > 0, 1.0, 0.0) if by == "max" else counts / seen[:, None]
@@ -312,7 +310,7 @@ def test_numbers_are_those_of_all_pairs_of_documents(both, by):
 
 
 @pytest.mark.parametrize(("resamples", "confidence", "at"), [(39, 0.95, 0), (60, 0.9, 2), (99, 0.8, 9)])
-def test_intervals_are_those_of_a_slow_loop_over_the_same_draws(both, monkeypatch, resamples, confidence, at):
+def test_bootstrap_intervals_equal_a_slow_loop_over_the_same_draws(both, monkeypatch, resamples, confidence, at):
     monkeypatch.setattr("probemon.lab.corpora.document_samples._CHUNK", 7 * 40)  # several chunks, the last one short
     found = compare(*both, resamples=resamples, confidence=confidence, seed=5)
     samples = [Sample.of(analysis, "share") for analysis in both]
@@ -339,7 +337,7 @@ def test_intervals_are_those_of_a_slow_loop_over_the_same_draws(both, monkeypatc
         assert [row.delta_low, row.delta_high] == [deltas[at], deltas[-1 - at]]
 
 
-def test_a_and_b_exchanged_flip_every_sign_and_no_other_bit(both):
+def test_swapping_corpora_flips_only_the_signs(both):
     one, other = compare(*both, resamples=60), compare(*both[::-1], resamples=60)
     assert (one.a, one.b) == (other.b, other.a) and len(one.differing) == len(other.differing) >= 2
     for x, y in zip(one.rows, other.rows, strict=True):
@@ -363,7 +361,7 @@ def test_a_and_b_exchanged_flip_every_sign_and_no_other_bit(both):
     assert any(row.difference_low < row.difference < row.difference_high for row in one.rows)
 
 
-def test_the_order_of_documents_changes_nothing(both, tmp_path):
+def test_document_order_changes_nothing(both, tmp_path):
     seen, counts = corpus(2, n=31, plant=(5, 6))
     turned = np.random.default_rng(3).permutation(31)
     other = write(tmp_path / "turned", seen[turned], counts[turned])
@@ -383,7 +381,7 @@ def test_a_corpus_does_not_differ_from_itself(both):
     )  # two draws of one corpus are not one draw
 
 
-def test_documents_that_show_nothing_are_left_out_and_counted(both, tmp_path):
+def test_bad_and_unseen_documents_are_left_out_and_counted(both, tmp_path):
     seen, counts = corpus(1)
     seen, counts = np.concatenate([seen, [5, 0]]), np.concatenate([counts, np.zeros((2, len(PARENTS)), np.int64)])
     more = write(tmp_path / "more", seen, counts, bad=(40,))
@@ -398,7 +396,7 @@ def test_documents_that_show_nothing_are_left_out_and_counted(both, tmp_path):
     assert one.a.n_dropped == one.a.n_far == 20 and one.b.n_dropped == one.b.n_far == 15
 
 
-def test_a_concept_of_one_corpus_alone_has_no_ratio(tmp_path):
+def test_concept_absent_from_one_corpus_has_no_ratio(tmp_path):
     seen, counts = corpus(4)
     only = counts.copy()
     only[:, 6] = 0
@@ -409,7 +407,7 @@ def test_a_concept_of_one_corpus_alone_has_no_ratio(tmp_path):
     assert row.ratio == 0 and not re.search(r"-0\.0\b", json.dumps(compare(other, one).stated()))
 
 
-def test_a_narrower_concept_explains_those_above_it(tmp_path):
+def test_narrower_concept_explains_its_ancestors(tmp_path):
     """c5 alone differs, and c0, c1 and c2 are over the floor where it is, and elsewhere; c6 differs the other way."""
     rng = np.random.default_rng(0)
 
@@ -453,7 +451,7 @@ def test_a_narrower_concept_explains_those_above_it(tmp_path):
     }
 
 
-def test_of_real_analyses_the_shares_are_those_of_their_rows(model, pack, tmp_path):
+def test_shares_of_real_analyses_equal_their_rows(model, pack, tmp_path):
     manager, made, shares = (
         DynamicProbeManager(pack, keep_top_k=5, max_loaded_probes=25, impl="cpu", strategy="descent"),
         [],
@@ -479,7 +477,7 @@ def test_of_real_analyses_the_shares_are_those_of_their_rows(model, pack, tmp_pa
     assert (found.a.n_bad, found.b.n_documents) == (1, 9) and found.a.n_dropped == made[0].manifest["totals"]["dropped"]
 
 
-def test_concepts_that_were_excluded_are_not_said_to_be_nowhere(model, pack, tmp_path, capsys):
+def test_excluded_concepts_are_not_counted_as_never_over_the_floor(model, pack, tmp_path, capsys):
     manager, alike = DynamicProbeManager(pack, exclude=["c0"]), DynamicProbeManager(pack)
     n = manager.plan.n_excluded
     one, other = (
@@ -516,7 +514,7 @@ def test_concepts_that_were_excluded_are_not_said_to_be_nowhere(model, pack, tmp
         ({"reading": {**IDENTITY["reading"], "parse_special": True}}, r"reading\.parse_special is False and True"),
     ],
 )
-def test_analyses_made_otherwise_are_refused(both, tmp_path, changes, words):
+def test_analyses_with_other_settings_are_refused(both, tmp_path, changes, words):
     with pytest.raises(ConfigError, match=words):
         compare(both[0], write(tmp_path / "other", *corpus(2), **changes))
 
@@ -532,7 +530,7 @@ def test_windows_batches_and_kernels_may_differ(both, tmp_path):
     _check_same(both[0], other)
 
 
-def test_windows_that_cut_a_document_may_not_differ(both, tmp_path):
+def test_different_windows_are_refused_if_they_cut_a_document(both, tmp_path):
     longer = {"n_tokens": 1024, "overlap": 2}
     for i, window in enumerate(({"n_tokens": 8, "overlap": 1}, longer, None, [3], {"n_tokens": "8"})):
         other = write(tmp_path / f"{i}", *corpus(2), reading={**IDENTITY["reading"], "window": window})
@@ -557,14 +555,14 @@ def test_windows_that_cut_a_document_may_not_differ(both, tmp_path):
         ({"resamples": 100.0}, r"resamples is 100\.0"),
     ],
 )
-def test_settings_that_cannot_be_are_refused(both, settings, words):
+def test_invalid_settings_are_refused(both, settings, words):
     with pytest.raises(ConfigError, match=words):
         compare(*both, **settings)
 
 
 def test_a_corpus_without_a_seen_token_is_refused(both, tmp_path):
     nothing = write(tmp_path / "nothing", np.zeros(3, np.int64), np.zeros((3, len(PARENTS)), np.int64))
-    with pytest.raises(ConfigError, match="3 documents, none with a token that was seen"):
+    with pytest.raises(ConfigError, match="3 documents, none with a seen token"):
         compare(both[0], nothing)
 
 
@@ -580,7 +578,7 @@ def run(*arguments):
     return done.stdout
 
 
-def test_the_command_says_what_the_comparison_does(both, tmp_path):
+def test_command_reports_the_comparison(both, tmp_path):
     out = tmp_path / "diff.parquet"
     told = json.loads(run(both[0].directory, both[1].directory, "--json", "--out", out, "--resamples", 60))
     found = compare(*both, resamples=60)
@@ -593,7 +591,7 @@ def test_the_command_says_what_the_comparison_does(both, tmp_path):
     }
 
 
-def test_a_file_that_took_the_name_meanwhile_is_left_alone(both, tmp_path, monkeypatch):
+def test_existing_output_file_is_kept(both, tmp_path, monkeypatch):
     found, out = compare(*both, resamples=39), tmp_path / "diff.parquet"
     found.write(out)
     with pytest.raises(ConfigError, match="exists: give another name"):
@@ -621,7 +619,7 @@ def test_the_table_lists_each_direction_with_its_paths(both):
     assert f"more in A: {len(up)}, the largest 1 effects" in exchanged and "more in B" not in exchanged
 
 
-def test_it_says_what_was_left_out_and_which_corpus_is_unlike_the_calibration(both, tmp_path):
+def test_report_names_left_out_documents_and_uncalibrated_corpora(both, tmp_path):
     seen, counts = corpus(1)
     odd = write(tmp_path / "odd", seen, counts, bad=(3,), far=1)
     n_seen, n_far = int(np.delete(seen, 3).sum()), sum(i % 2 + 1 for i in range(40) if i != 3)
@@ -631,7 +629,7 @@ def test_it_says_what_was_left_out_and_which_corpus_is_unlike_the_calibration(bo
     assert f"Caution: in A {n_far} of {n_seen} tokens" in read(compare(odd, both[1])._repr_html_()).text
 
 
-def test_where_nothing_differs_it_says_so(both):
+def test_report_says_if_nothing_differs(both):
     text = run(both[0].directory, both[0].directory)
     assert (
         "no concept differs at a false-discovery rate of 0.05 (7 concepts tested, 1 never over the floor in either; the"
@@ -640,14 +638,14 @@ def test_where_nothing_differs_it_says_so(both):
     assert "does not show that the corpora are alike" in text and "Cliff" not in text
 
 
-def test_what_the_command_cannot_do_it_refuses_before_the_work(both, tmp_path):
+def test_invalid_command_options_are_refused_before_the_work(both, tmp_path):
     folders = [analysis.directory for analysis in both]
     (tmp_path / "mine").write_text("x")
     for arguments, words in [
         ([*folders, "--out", tmp_path / "mine"], "mine exists"),
         ([*folders, "--out", tmp_path / "no" / "x"], "is not a folder"),
         ([*folders, "--rows", 0], "--rows is 0"),
-        ([folders[0], tmp_path], "holds no analysis"),
+        ([folders[0], tmp_path], "has no analysis"),
         ([*folders, "--by", "mean"], "by is 'mean'"),
     ]:
         with pytest.raises(ConfigError, match=words):

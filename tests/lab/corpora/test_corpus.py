@@ -1,6 +1,4 @@
-"""An analysis says of every token of every document what watching would, whatever interrupted it and whoever shared the
-work.
-"""
+"""An analysis scores every token as watching would, also after interruptions and with several processes."""
 
 import dataclasses
 import io
@@ -22,7 +20,7 @@ from corpora import LETTERS, close, make_tokenizer, oracle, random_texts
 from probemon import DynamicProbeManager
 from probemon.engine.audit import Audit
 from probemon.engine.choice import Choice
-from probemon.errors import ConfigError, HostMismatch, SinkFailed
+from probemon.errors import ConfigError, ModelMismatch, SinkFailed
 from probemon.lab.cli.analyze import _show as shown
 from probemon.lab.corpora import analysis_files, analysis_folder
 from probemon.lab.corpora import analyze as offline
@@ -69,7 +67,7 @@ def tables(out):
 
 
 @pytest.mark.parametrize("parse_special", [True, False])
-def test_every_window_of_a_text_with_its_own_beginning_begins_so(model, manager, tokenizer, tmp_path, parse_special):
+def test_text_with_its_own_bos_gets_it_in_every_window(model, manager, tokenizer, tmp_path, parse_special):
     """The windows of both texts hold the same tokens, so what follows the beginning has the same scores."""
     text = "abcabdacbdab" * 3
     scored = []
@@ -89,7 +87,7 @@ def test_every_window_of_a_text_with_its_own_beginning_begins_so(model, manager,
     ("n", "size", "overlap", "n_prefix"),
     [(1, 8, 0, 0), (7, 8, 3, 1), (8, 8, 3, 1), (50, 8, 4, 1), (100, 9, 0, 2), (101, 32, 16, 0)],
 )
-def test_every_token_is_scored_once_with_most_before_it(n, size, overlap, n_prefix):
+def test_every_token_is_scored_once_with_the_most_context(n, size, overlap, n_prefix):
     tokens = WindowTokens(np.arange(n), np.arange(n), np.arange(n) + 1, (1,) * n_prefix)
     pieces = cut(tokens, 3, Window(size, overlap))
     scored = [t for piece in pieces for t in range(piece.scored, piece.stop)]
@@ -100,7 +98,7 @@ def test_every_token_is_scored_once_with_most_before_it(n, size, overlap, n_pref
         assert piece.begin == 0 or piece is pieces[-1] or len(piece) == size
 
 
-def test_batches_are_of_like_length_and_bounded():
+def test_batches_have_similar_lengths_and_bounded_size():
     rng = np.random.default_rng(0)
     pieces = [
         piece
@@ -115,7 +113,7 @@ def test_batches_are_of_like_length_and_bounded():
     assert [len(b) for b in batches(pieces[:3], max_tokens=1, max_rows=9)] == [1, 1, 1]  # longer than a batch: alone
 
 
-def test_shards_are_fixed_by_the_documents(monkeypatch):
+def test_shards_depend_only_on_the_documents(monkeypatch):
     monkeypatch.setattr("probemon.lab.corpora.windows.SHARD_CHARS", 100)
     made = list(shards(read_documents(corpus())))
     assert [d.index for shard in made for d in shard.documents] == list(range(32))
@@ -142,7 +140,7 @@ def test_shards_are_fixed_by_the_documents(monkeypatch):
         (True, "bos", True, "</s>", [2], (1,)),
     ],
 )
-def test_special_tokens_stand_before_a_text_and_are_not_of_it(adds_bos, special, parse, text, ids, prefix):
+def test_special_tokens_precede_a_text_without_belonging_to_it(adds_bos, special, parse, text, ids, prefix):
     found = encode(make_tokenizer(adds_bos), text, special_tokens=special, parse_special=parse)
     assert found.ids.tolist() == ids and found.prefix == prefix
     assert "".join(text[a:b] for a, b in zip(found.start, found.end, strict=True)) == text
@@ -151,7 +149,7 @@ def test_special_tokens_stand_before_a_text_and_are_not_of_it(adds_bos, special,
 # -- the scores ----------------------------------------------------------------------------------
 
 
-def test_rows_are_the_oracles(model, manager, tokenizer, tmp_path):
+def test_analysis_rows_equal_the_oracle(model, manager, tokenizer, tmp_path):
     """Every document, long and short, in mixed batches: each row, and no other, with the scores of the document
     alone.
     """
@@ -241,7 +239,7 @@ def test_tables_follow_from_the_scores(model, manager, tokenizer, tmp_path):
 
 
 @pytest.mark.parametrize("group", [False, True])
-def test_what_nobody_wants_watched_is_counted_as_that(model, pack, tokenizer, tmp_path, capsys, group):
+def test_excluded_concepts_are_counted_as_excluded(model, pack, tokenizer, tmp_path, capsys, group):
     watched = PackGroup({"one": pack, "two": pack}) if group else pack
     manager = DynamicProbeManager(watched, exclude=["one:c0" if group else "c0"])
     n, seen = manager.plan.n_excluded, ~np.asarray(manager.plan.watched)
@@ -256,10 +254,10 @@ def test_what_nobody_wants_watched_is_counted_as_that(model, pack, tokenizer, tm
     share, text = n / watched.n_probes, read(out._repr_html_()).text
     unreached = (totals["not_reached"] - totals["excluded"]) / (watched.n_probes * totals["tokens"])
     assert f"{unreached:.1%} not reached" in text and f"{share:.1%} excluded;" in text
-    assert f"never; {n} were excluded, and nothing is known of them:" in text
+    assert f"never; {n} were excluded, and nothing is known about them:" in text
 
 
-def test_offline_is_online(model, manager, tokenizer):
+def test_offline_scores_equal_online_scores(model, manager, tokenizer):
     """The tokens of a document, and the same tokens as the prompt of a watched generation."""
     text = random_texts(1, seed=5)[0]
     (scored,) = score_documents(manager, model, tokenizer, read_documents([text]))
@@ -279,7 +277,7 @@ def test_offline_is_online(model, manager, tokenizer):
 
 
 @pytest.mark.parametrize("special", ["bos", "none"])
-def test_several_sites_and_every_score(model, two_sites, tokenizer, special):
+def test_several_sites_and_exhaustive_scores_equal_the_oracle(model, two_sites, tokenizer, special):
     manager = DynamicProbeManager(two_sites, max_loaded_probes=30, impl="cpu")
     texts = random_texts(9, seed=2)
     reading = Reading(Window(24, 6), batch_tokens=100, special_tokens=special)
@@ -295,7 +293,7 @@ def test_several_sites_and_every_score(model, two_sites, tokenizer, special):
             assert close(scored.everything[t, sorted(scores)], [scores[probe] for probe in sorted(scores)])
 
 
-def test_a_host_that_is_stopped_early_shows_the_same_states(model, manager, tokenizer, monkeypatch):
+def test_stopping_the_model_early_gives_the_same_scores(model, manager, tokenizer, monkeypatch):
     texts, runs = random_texts(12, seed=3), []
     last = [0]
     handle = model.model.layers[LAYERS - 1].register_forward_hook(lambda *_: last.__setitem__(0, last[0] + 1))
@@ -311,7 +309,7 @@ def test_a_host_that_is_stopped_early_shows_the_same_states(model, manager, toke
         assert early.values.tobytes() == whole.values.tobytes() and early.probes.tobytes() == whole.probes.tobytes()
 
 
-def test_a_state_that_is_not_finite_is_unseen(manager, tokenizer, tmp_path):
+def test_nonfinite_state_is_unseen(manager, tokenizer, tmp_path):
     broken = make_model()
     with torch.no_grad():
         broken.model.embed_tokens.weight[4 + LETTERS.index("q")] = float("nan")
@@ -328,7 +326,7 @@ def test_a_state_that_is_not_finite_is_unseen(manager, tokenizer, tmp_path):
 # -- going on ------------------------------------------------------------------------------------
 
 
-def test_killed_at_any_moment_it_ends_with_the_same_rows(manager, model, tokenizer, tmp_path):
+def test_killed_analysis_resumes_to_the_same_rows(manager, model, tokenizer, tmp_path):
     texts = random_texts(120, longest=40)
 
     def run(out, kill_at=None):
@@ -365,7 +363,7 @@ def test_killed_at_any_moment_it_ends_with_the_same_rows(manager, model, tokeniz
     )  # nothing half-written is left
 
 
-def test_several_processes_share_the_work(model, manager, tokenizer, tmp_path):
+def test_processes_share_the_work_by_rank(model, manager, tokenizer, tmp_path):
     analyze(manager, model, tokenizer, corpus(), tmp_path / "one", reading=SMALL)
     for rank in (2, 0, 1):
         found = analyze(
@@ -385,7 +383,7 @@ def test_several_processes_share_the_work(model, manager, tokenizer, tmp_path):
         analyze(manager, model, tokenizer, corpus(), tmp_path / "x", rank=3, world_size=3)
 
 
-def test_nothing_is_done_twice(model, manager, tokenizer, tmp_path):
+def test_resume_does_not_repeat_finished_work(model, manager, tokenizer, tmp_path):
     out, told = tmp_path / "out", []
     first = analyze(manager, model, tokenizer, corpus(), out, reading=SMALL, progress=lambda *a: told.append(a))
     assert abs(sum(n for n, _ in told) - 32) < 1e-6 and sum(n for _, n in told) == first.manifest["totals"]["tokens"]
@@ -406,7 +404,7 @@ def test_nothing_is_done_twice(model, manager, tokenizer, tmp_path):
     }
 
 
-def test_other_documents_or_settings_are_refused(model, manager, tokenizer, tmp_path):
+def test_resume_refuses_other_documents_or_settings(model, manager, tokenizer, tmp_path):
     out = tmp_path / "out"
     analyze(manager, model, tokenizer, corpus(), out, reading=SMALL)
     with pytest.raises(ConfigError, match="resume=True"):
@@ -427,7 +425,7 @@ def test_other_documents_or_settings_are_refused(model, manager, tokenizer, tmp_
         analyze(manager, model, tokenizer, corpus(), out, reading=SMALL, resume=True)
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "thesis.tex").write_text("mine")
-    with pytest.raises(ConfigError, match="holds no analysis"):
+    with pytest.raises(ConfigError, match="has no analysis"):
         analyze(manager, model, tokenizer, corpus(), tmp_path / "full", resume=True)
     with Analysis.open(out, unfinished=True).locked(), pytest.raises(ConfigError, match="another process"):
         analyze(manager, model, tokenizer, corpus(), out, reading=SMALL, resume=True)
@@ -467,7 +465,7 @@ def analysed(manager, model, tokenizer, tmp_path_factory):
         (lambda rows: [], "documents from 0 on are gone", ""),
     ],
 )
-def test_documents_that_changed_or_are_gone_are_named_and_nothing_is_touched(
+def test_changed_or_missing_documents_are_named_and_files_kept(
     manager, model, tokenizer, analysed, change, said, without_text
 ):
     for keep_text in (True, False):
@@ -482,7 +480,7 @@ def test_documents_that_changed_or_are_gone_are_named_and_nothing_is_touched(
 
 
 @pytest.mark.parametrize("sizes", [(30, 34), (0, 1, 7, 8), (6, 14, 20)])
-def test_a_corpus_grows_to_the_files_of_one_run_over_all(manager, model, tokenizer, tmp_path, sizes):
+def test_resuming_with_more_documents_equals_one_run_over_all(manager, model, tokenizer, tmp_path, sizes):
     """The last shard may have been full, or not; what was whole before it is not scored again."""
     rows = [*corpus(), *({"text": text, "id": f"e{i}"} for i, text in enumerate(random_texts(4, seed=1)))]
     analyze(manager, model, tokenizer, rows[: sizes[-1]], tmp_path / "one", reading=SMALL)
@@ -502,7 +500,7 @@ def test_a_corpus_grows_to_the_files_of_one_run_over_all(manager, model, tokeniz
     assert tables(tmp_path / "one") == tables(tmp_path / "grown")
 
 
-def test_several_processes_share_a_corpus_that_has_grown(manager, model, tokenizer, tmp_path):
+def test_ranks_share_a_corpus_that_has_grown(manager, model, tokenizer, tmp_path):
     """The one whose part the shard is not leaves it to the other, and does not complete what is there."""
     analyze(manager, model, tokenizer, corpus(), tmp_path / "one", reading=SMALL)
     analyze(manager, model, tokenizer, corpus()[:9], tmp_path / "two", reading=SMALL)
@@ -514,7 +512,7 @@ def test_several_processes_share_a_corpus_that_has_grown(manager, model, tokeniz
     assert tables(tmp_path / "one") == tables(tmp_path / "two")
 
 
-def test_a_run_that_was_killed_at_the_shard_that_grew_goes_on(manager, model, tokenizer, tmp_path, monkeypatch):
+def test_run_killed_while_extending_a_shard_resumes(manager, model, tokenizer, tmp_path, monkeypatch):
     """Its record went first, so that no reader takes tables of two inputs for one shard."""
     out, rows = tmp_path / "out", corpus()
     analyze(manager, model, tokenizer, rows[:9], out, reading=SMALL)
@@ -541,7 +539,7 @@ def _no_record(path, value, write=analysis_folder.write_json):
 
 
 @pytest.mark.parametrize("other", ["descent", "exhaustive"])
-def test_an_analysis_goes_on_with_the_strategy_of_its_begin(model, manager, tokenizer, tmp_path, monkeypatch, other):
+def test_resumed_analysis_keeps_its_original_strategy(model, manager, tokenizer, tmp_path, monkeypatch, other):
     measured = Choice("descent", other, "measured, on a busy machine", measured=True)
     analyze(manager, model, tokenizer, corpus(), tmp_path / "out", reading=SMALL)
     before, _ = tables(tmp_path / "out")
@@ -560,7 +558,7 @@ def test_an_analysis_goes_on_with_the_strategy_of_its_begin(model, manager, toke
 
 @pytest.mark.filterwarnings("ignore:.* this model's weights are others")
 @pytest.mark.parametrize("what", ["an embedding", "a neuron", "the positions"])
-def test_another_host_does_not_go_on_with_an_analysis(manager, tokenizer, tmp_path, what):
+def test_resume_refuses_another_model(manager, tokenizer, tmp_path, what):
     """Its rows would stand beside those of the first."""
     host = make_model()
     analyze(manager, host, tokenizer, corpus(), tmp_path / "out", reading=SMALL)
@@ -572,20 +570,20 @@ def test_another_host_does_not_go_on_with_an_analysis(manager, tokenizer, tmp_pa
             host.model.layers[0].mlp.down_proj.weight[:, 3] = 0
         else:
             host.model.rotary_emb.inv_freq *= 2
-    with pytest.raises(ConfigError, match=r"made otherwise \(host\.weights was 'weights:"):
+    with pytest.raises(ConfigError, match=r"with other settings \(host\.weights was 'weights:"):
         analyze(manager, host, tokenizer, corpus(), tmp_path / "out", reading=SMALL, resume=True)
 
 
-def test_thresholds_that_were_written_to_do_not_go_on_with_an_analysis(model, manager, tokenizer, tmp_path):
+def test_resume_refuses_changed_thresholds(model, manager, tokenizer, tmp_path):
     analyze(manager, model, tokenizer, corpus(), tmp_path / "out", reading=SMALL)
     (tmp_path / "out/shards/00001.json").unlink()
     pack = ProbePack.open(manager.pack.directory)
     pack.alert_threshold[0] += 0.01
-    with pytest.raises(ConfigError, match=r"made otherwise \(pack\.thresholds was '"):
+    with pytest.raises(ConfigError, match=r"with other settings \(pack\.thresholds was '"):
         analyze(DynamicProbeManager(pack), model, tokenizer, corpus(), tmp_path / "out", reading=SMALL, resume=True)
 
 
-def test_how_a_tokenizer_was_last_told_to_cut_and_pad_makes_no_other_analysis(model, manager, tmp_path):
+def test_tokenizer_truncation_and_padding_state_does_not_matter(model, manager, tmp_path):
     """A tokenizer whose file asks for both, which a first reading undoes, and one that its user gave a batch."""
     tokenizer, texts = make_tokenizer(), corpus()
     tokenizer.backend_tokenizer.enable_truncation(5)
@@ -601,7 +599,7 @@ def test_how_a_tokenizer_was_last_told_to_cut_and_pad_makes_no_other_analysis(mo
     assert stated[0] == stated[1]
 
 
-def test_what_the_reader_raises_leaves_whole_shards_and_no_hooks(model, manager, tokenizer, tmp_path):
+def test_failing_reader_leaves_whole_shards_and_no_hooks(model, manager, tokenizer, tmp_path):
     def failing():
         yield from corpus()[:16]
         raise OSError("the disk went away")
@@ -617,7 +615,7 @@ def test_what_the_reader_raises_leaves_whole_shards_and_no_hooks(model, manager,
     assert tables(tmp_path / "out") == tables(tmp_path / "whole")
 
 
-def test_a_reader_that_is_left_early_leaves_no_hooks_and_no_threads(model, manager, tokenizer):
+def test_closing_the_reader_early_leaves_no_hooks_or_threads(model, manager, tokenizer):
     import threading
 
     hooks, threads = n_hooks(model), threading.active_count()
@@ -630,10 +628,10 @@ def test_a_reader_that_is_left_early_leaves_no_hooks_and_no_threads(model, manag
 # -- what cannot be read -------------------------------------------------------------------------
 
 
-def test_hosts_that_cannot_be_read_are_refused(model, manager, tokenizer, pack, tmp_path):
+def test_unsupported_models_and_settings_are_refused(model, manager, tokenizer, pack, tmp_path):
     with pytest.raises(ConfigError, match=r"call model\.eval\(\)"):
         CorpusScorer(manager, make_model().train(), tokenizer, SMALL)
-    with pytest.raises(HostMismatch):
+    with pytest.raises(ModelMismatch):
         CorpusScorer(manager, make_model(layers=2), tokenizer, SMALL)
     with pytest.raises(ConfigError, match="takes at most 128"):
         CorpusScorer(manager, model, tokenizer, Reading(Window(256, 0)))
@@ -645,7 +643,7 @@ def test_hosts_that_cannot_be_read_are_refused(model, manager, tokenizer, pack, 
             analyze(manager, model, tokenizer, ["a"], tmp_path / "out", floor=floor)
 
 
-def test_a_text_that_the_tokenizer_fails_at_is_a_bad_document(model, manager, tokenizer, tmp_path):
+def test_text_that_breaks_the_tokenizer_is_a_bad_document(model, manager, tokenizer, tmp_path):
     class Fails:
         is_fast, bos_token_id, backend_tokenizer = True, 1, tokenizer.backend_tokenizer
 
@@ -662,7 +660,7 @@ def test_a_text_that_the_tokenizer_fails_at_is_a_bad_document(model, manager, to
     ]
 
 
-def test_an_empty_corpus_is_an_analysis_of_nothing(model, manager, tokenizer, tmp_path):
+def test_empty_corpus_gives_an_empty_analysis(model, manager, tokenizer, tmp_path):
     analysis = analyze(manager, model, tokenizer, [], tmp_path / "out")
     assert (
         analysis.complete
@@ -676,7 +674,7 @@ def test_an_empty_corpus_is_an_analysis_of_nothing(model, manager, tokenizer, tm
     assert bad.manifest["totals"]["bad_documents"] == 2 and len(bad.concepts()) == manager.pack.n_probes
 
 
-def test_without_texts_no_word_of_them_is_kept(model, manager, tokenizer, tmp_path):
+def test_analysis_without_texts_stores_no_text(model, manager, tokenizer, tmp_path):
     with_text = analyze(manager, model, tokenizer, corpus(), tmp_path / "with", floor=0.2, reading=SMALL)
     without = analyze(
         manager, model, tokenizer, corpus(), tmp_path / "without", floor=0.2, reading=SMALL, keep_text=False
@@ -689,7 +687,7 @@ def test_without_texts_no_word_of_them_is_kept(model, manager, tokenizer, tmp_pa
     assert without.scores(columns=kept).to_pydict() == with_text.scores(columns=kept).to_pydict()
 
 
-def test_a_floor_under_the_thresholds_finds_all_that_is_above_it(model, manager, tokenizer, tmp_path):
+def test_floor_under_the_thresholds_finds_every_score_above_it(model, manager, tokenizer, tmp_path):
     """Under the path rule, where a descent that only looks for what fires would end before."""
     exact = DynamicProbeManager(manager.pack, load_threshold="exact", impl="cpu")
     texts, ids = random_texts(12, seed=9), [concept["id"] for concept in manager.pack.concepts]
@@ -712,7 +710,7 @@ def test_a_floor_under_the_thresholds_finds_all_that_is_above_it(model, manager,
     ).all()  # the manager's own descent is as it was
 
 
-def test_an_analysis_is_not_written_into_what_it_reads(model, manager, tokenizer, tmp_path):
+def test_analysis_is_not_written_into_its_input_folder(model, manager, tokenizer, tmp_path):
     (tmp_path / "in").mkdir()
     (tmp_path / "in" / "a.txt").write_text("abc")
     with pytest.raises(ConfigError, match="lies in"):
@@ -733,7 +731,7 @@ def test_shards_are_plain_parquet(model, manager, tokenizer, tmp_path):
     )
 
 
-def test_an_input_that_became_empty_leaves_the_analysis_as_it_is(model, manager, tokenizer, tmp_path):
+def test_emptied_input_leaves_the_analysis_unchanged(model, manager, tokenizer, tmp_path):
     analyze(manager, model, tokenizer, ["abc", "cab"], tmp_path / "out")
     before, _ = tables(tmp_path / "out")
     with pytest.raises(ConfigError, match="documents from 0 on are gone"):
@@ -741,7 +739,7 @@ def test_an_input_that_became_empty_leaves_the_analysis_as_it_is(model, manager,
     assert tables(tmp_path / "out")[0] == before
 
 
-def test_an_analysis_that_is_extended_is_not_complete_until_it_is(model, manager, tokenizer, tmp_path, monkeypatch):
+def test_extended_analysis_is_incomplete_until_finished(model, manager, tokenizer, tmp_path, monkeypatch):
     monkeypatch.setattr("probemon.lab.corpora.windows.SHARD_DOCUMENTS", 2)
     texts, out = ["abc", "cab", "bac", "abcabc", "bb", "ccc"], tmp_path / "out"
     analyze(manager, model, tokenizer, texts[:4], out)
@@ -770,9 +768,7 @@ def test_an_analysis_that_is_extended_is_not_complete_until_it_is(model, manager
     )
 
 
-def test_a_rank_with_nothing_to_do_does_not_take_the_analysis_before_for_its_own(
-    model, manager, tokenizer, tmp_path, monkeypatch
-):
+def test_idle_rank_does_not_report_the_previous_analysis_as_its_own(model, manager, tokenizer, tmp_path, monkeypatch):
     """Two ranks; the input grew by one shard, which is that of rank 0."""
     monkeypatch.setattr("probemon.lab.corpora.windows.SHARD_DOCUMENTS", 2)
     texts, out = ["abc", "cab", "bac", "abcabc", "bb", "ccc"], tmp_path / "out"
@@ -789,9 +785,7 @@ def test_a_rank_with_nothing_to_do_does_not_take_the_analysis_before_for_its_own
     assert rank(1, texts).complete  # which finds all there
 
 
-def test_a_grown_input_makes_an_analysis_unfinished_before_anything_of_it_is_written(
-    model, manager, tokenizer, tmp_path, monkeypatch
-):
+def test_growing_input_marks_the_analysis_unfinished_before_writing(model, manager, tokenizer, tmp_path, monkeypatch):
     monkeypatch.setattr("probemon.lab.corpora.windows.SHARD_DOCUMENTS", 2)
     texts, out = ["abc", "cab", "bac"], tmp_path / "out"
     analyze(manager, model, tokenizer, texts[:2], out)
@@ -803,7 +797,7 @@ def test_a_grown_input_makes_an_analysis_unfinished_before_anything_of_it_is_wri
     assert analyze(manager, model, tokenizer, texts, out, resume=True).manifest["totals"]["documents"] == 3
 
 
-def test_a_shard_that_another_process_wrote_meanwhile_does_not_reopen_what_that_finished(
+def test_shard_written_by_another_process_does_not_reopen_its_analysis(
     model, manager, tokenizer, tmp_path, monkeypatch
 ):
     monkeypatch.setattr("probemon.lab.corpora.windows.SHARD_DOCUMENTS", 2)
@@ -814,7 +808,7 @@ def test_a_shard_that_another_process_wrote_meanwhile_does_not_reopen_what_that_
     assert Analysis.open(tmp_path / "out").manifest["totals"]["documents"] == 3
 
 
-def test_processes_that_write_one_shard_do_not_meet(model, manager, tokenizer, tmp_path):
+def test_processes_writing_one_shard_use_separate_files(model, manager, tokenizer, tmp_path):
     """Two that were given other numbers of processes: each writes under a name of its own."""
     analyze(manager, model, tokenizer, ["abc", "cab"], tmp_path / "out")
     target = tmp_path / "out/shards/00000.scores.parquet"
@@ -828,13 +822,13 @@ def test_processes_that_write_one_shard_do_not_meet(model, manager, tokenizer, t
 
 
 @pytest.mark.parametrize(("rank", "world_size"), [("0", 1), (0, 0), (True, 2), (1, 1), (-1, 2)])
-def test_ranks_that_are_none_are_refused(model, manager, tokenizer, tmp_path, rank, world_size):
+def test_invalid_ranks_are_refused(model, manager, tokenizer, tmp_path, rank, world_size):
     with pytest.raises(ConfigError, match="give 1 or more processes, and a rank"):
         analyze(manager, model, tokenizer, ["abc"], tmp_path / "out", rank=rank, world_size=world_size)
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="makes itself another user")
-def test_a_folder_that_may_not_be_written_is_told(model, manager, tokenizer, tmp_path, monkeypatch):
+def test_unwritable_folder_is_reported(model, manager, tokenizer, tmp_path, monkeypatch):
     here = offline.environment()  # another user may not read where it is installed
     monkeypatch.setattr("probemon.lab.corpora.analyze.environment", lambda: here)
     for out in (tmp_path / "begun", tmp_path / "empty"):
@@ -867,7 +861,7 @@ def test_a_folder_that_may_not_be_written_is_told(model, manager, tokenizer, tmp
 
 
 @pytest.mark.parametrize("other", ["same", "another"])
-def test_two_that_begin_at_once_go_on_together_or_one_is_refused(tmp_path, other):
+def test_concurrent_starts_cooperate_or_one_is_refused(tmp_path, other):
     """In each of 200 folders: none mistakes the other's first file for somebody else's, and two that differ do not mix
     their rows.
     """
@@ -890,5 +884,5 @@ def test_two_that_begin_at_once_go_on_together_or_one_is_refused(tmp_path, other
     for pair in zip(*found, strict=True):
         refusals = [one for one in pair if one is not True]
         assert len(refusals) == (other == "another") and all(
-            "an analysis made otherwise (run was" in one for one in refusals
+            "an analysis with other settings (run was" in one for one in refusals
         ), pair

@@ -1,6 +1,4 @@
-"""A corpus is scored as the model that was given runs: under its adapters, whatever a document is batched with, and as
-one analysis of one host.
-"""
+"""A corpus is scored by the given model with its adapters, whatever the batching, and resumed only with it."""
 
 import threading
 
@@ -33,7 +31,7 @@ from corpora import LETTERS, make_tokenizer, random_texts
 from probemon import DynamicProbeManager
 from probemon.adapters.bem import BemConfig, attach_bem
 from probemon.adapters.ltm import attach_memory
-from probemon.errors import ConfigError, HostMismatch, NotSupportedHost
+from probemon.errors import ConfigError, ModelMismatch, UnsupportedModel
 from probemon.host.abilities import Abilities
 from probemon.host.fingerprint import adapters_fingerprint, fingerprint
 from probemon.host.model import longest_input, unwrap
@@ -109,7 +107,7 @@ KINDS = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_corpus_is_scored_by_the_model_that_was_given(kind, tmp_path):
+def test_corpus_is_scored_by_the_given_model_with_its_adapters(kind, tmp_path):
     """Against `output_hidden_states` of that very model, one document at a time; several lengths share its batches."""
     model, manager = (
         KINDS[kind](tmp_path),
@@ -133,12 +131,12 @@ def test_a_corpus_is_scored_by_the_model_that_was_given(kind, tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["xlora", "activated lora"])
-def test_adapters_without_what_sets_them_up_are_refused(kind, tmp_path):
+def test_adapters_without_their_peft_wrapper_are_refused(kind, tmp_path):
     model, manager = KINDS[kind](tmp_path), DynamicProbeManager(make_pack(tmp_path / "pack", make_model()))
     host = model.get_base_model()
-    with pytest.raises(NotSupportedHost, match="PeftModel"):
+    with pytest.raises(UnsupportedModel, match="PeftModel"):
         manager.analyze(host, make_tokenizer(), [TEXT], out=tmp_path / "out")
-    with pytest.raises(NotSupportedHost, match="PeftModel"):
+    with pytest.raises(UnsupportedModel, match="PeftModel"):
         manager.attach(host)
     with pytest.warns(UserWarning, match="active"):
         manager.attach(model)
@@ -177,7 +175,7 @@ PADDED_IN = {
 
 
 @pytest.mark.parametrize("kind", PADDED_IN)
-def test_what_a_document_is_batched_with_changes_nothing(kind, tmp_path):
+def test_batch_composition_does_not_change_scores(kind, tmp_path):
     torch.manual_seed(0)
     model = PADDED_IN[kind]().eval()
     manager = DynamicProbeManager(
@@ -197,11 +195,11 @@ def test_what_a_document_is_batched_with_changes_nothing(kind, tmp_path):
     assert (alone - beside).abs().max() < 2e-5
 
 
-def test_hosts_that_leave_padding_out_have_it_in_their_batches():
+def test_models_that_ignore_padding_are_batched_with_it():
     assert Abilities(make_model()).takes_padding(1024)
 
 
-def test_windows_are_as_long_as_the_positions_that_a_host_has(tmp_path):
+def test_windows_fit_the_models_positions(tmp_path):
     """RoBERTa has none for the numbers up to that of its padding; XLNet says -1 for no limit."""
     model = RobertaForMaskedLM(
         RobertaConfig(**{**SMALL, "max_position_embeddings": 34, "pad_token_id": 1}, num_attention_heads=2)
@@ -214,7 +212,7 @@ def test_windows_are_as_long_as_the_positions_that_a_host_has(tmp_path):
     assert longest_input(model) is None
 
 
-def test_what_stands_after_a_text_is_there_where_its_states_depend_on_it(tmp_path):
+def test_trailing_special_tokens_are_added_only_for_bidirectional_models(tmp_path):
     """As the tokenizer gives it, and as it is watched; documents longer than a window have it after each."""
     torch.manual_seed(0)
     tokenizer = make_tokenizer(adds_bos=True)  # <s> text </s>
@@ -244,7 +242,7 @@ def test_what_stands_after_a_text_is_there_where_its_states_depend_on_it(tmp_pat
         )
 
 
-def test_a_corpus_is_of_the_forwards_of_its_own_thread(tmp_path):
+def test_corpus_reads_only_the_forwards_of_its_own_thread(tmp_path):
     """Another thread generates meanwhile, and is between the two layers that are read while a document runs through
     both of them.
     """
@@ -294,7 +292,7 @@ def test_a_corpus_is_of_the_forwards_of_its_own_thread(tmp_path):
     ]
 
 
-def test_a_host_whose_adapter_drops_at_random_is_refused(tmp_path):
+def test_adapter_with_active_dropout_is_refused(tmp_path):
     manager = DynamicProbeManager(make_pack(tmp_path / "pack", make_model()))
     model = peft.get_peft_model(
         make_model(), peft.LoraConfig(r=4, lora_dropout=0.1, target_modules=TARGETS, task_type="CAUSAL_LM")
@@ -317,7 +315,7 @@ ADAPTERS = {
 
 
 @pytest.mark.parametrize("kind", ADAPTERS)
-def test_every_value_of_an_adapter_counts_and_none_of_the_hosts_does(kind):
+def test_adapter_fingerprint_covers_every_adapter_value_and_no_model_value(kind):
     bare, model = make_model(), peft.get_peft_model(make_model(), ADAPTERS[kind]()).eval()
     host = unwrap(model)
     before = adapters_fingerprint(model, host)
@@ -332,7 +330,7 @@ def test_every_value_of_an_adapter_counts_and_none_of_the_hosts_does(kind):
         before = after
 
 
-def test_adapters_of_an_offloaded_host_are_told_apart_from_it():
+def test_fingerprints_of_offloaded_models_and_adapters_are_unchanged():
     """Its tensors lie elsewhere, and are others while they are looked at."""
     bare, model = make_model(), lora()
     expected = adapters_fingerprint(model, unwrap(model))
@@ -374,7 +372,7 @@ def remembering(seed):
     return model, attached
 
 
-def test_an_analysis_is_not_gone_on_with_under_another_adapter(tmp_path):
+def test_resume_refuses_another_adapter(tmp_path):
     manager, texts = (
         DynamicProbeManager(make_pack(tmp_path / "pack", make_model(), rule="independent")),
         random_texts(1100, longest=12),
@@ -392,7 +390,7 @@ OURS = {"bem": steered, "memory": remembering}
 
 
 @pytest.mark.parametrize("name", OURS)
-def test_an_analysis_is_not_gone_on_with_under_another_adapter_of_ours(name, tmp_path, monkeypatch):
+def test_resume_refuses_another_bem_or_memory_adapter(name, tmp_path, monkeypatch):
     monkeypatch.setattr("probemon.lab.corpora.windows.SHARD_DOCUMENTS", 5)
     manager = DynamicProbeManager(make_pack(tmp_path / "pack", make_model(), rule="independent"))
     texts, put_on, out = random_texts(15, longest=12), OURS[name], tmp_path / "out"
@@ -411,11 +409,11 @@ def test_an_analysis_is_not_gone_on_with_under_another_adapter_of_ours(name, tmp
 
 
 @pytest.mark.parametrize("name", OURS)
-def test_a_host_with_an_adapter_of_ours_is_told_apart_online(name, tmp_path):
+def test_bem_and_memory_adapters_are_detected_online(name, tmp_path):
     manager = DynamicProbeManager(make_pack(tmp_path / "pack", make_model()))
     model, ours = OURS[name](1)
     with ours:
-        with pytest.raises(HostMismatch, match=name):
+        with pytest.raises(ModelMismatch, match=name):
             manager.attach(model, strict=True)
         with pytest.warns(UserWarning, match=rf"adapters \['{name}'\] are active"), manager.attach(model) as run:
             out = model.generate(torch.tensor([ids_of(TEXT)]), max_new_tokens=2, do_sample=False)
@@ -424,7 +422,7 @@ def test_a_host_with_an_adapter_of_ours_is_told_apart_online(name, tmp_path):
         pass
 
 
-def test_an_analysis_is_not_gone_on_with_of_another_site_or_begun_otherwise(tmp_path):
+def test_resume_refuses_another_site_or_other_special_tokens(tmp_path):
     model, texts = make_model(), random_texts(1100, longest=12)
     first, second = (
         DynamicProbeManager(make_pack(tmp_path / site, model, sites=(site,), rule="independent"))
@@ -439,7 +437,7 @@ def test_an_analysis_is_not_gone_on_with_of_another_site_or_begun_otherwise(tmp_
         first.analyze(model, otherwise, texts, out=tmp_path / "out", floor=0.0, resume=True)
 
 
-def test_a_tokenizer_that_leaves_letters_out_is_read_in_place(tmp_path):
+def test_tokenizer_that_drops_letters_is_aligned_correctly(tmp_path):
     """Its template is seen on a text that it does not leave out: "a" is none of these letters."""
     backend = Tokenizer(
         models.BPE(
@@ -461,11 +459,11 @@ def test_a_tokenizer_that_leaves_letters_out_is_read_in_place(tmp_path):
         )
         assert tokens.start.tolist() == list(range(len(letters)))
     backend.model = models.BPE(vocab={"<pad>": 0, "<s>": 1, "</s>": 2}, merges=[])
-    with pytest.raises(ConfigError, match="cannot be told"):
+    with pytest.raises(ConfigError, match="is unknown"):
         encode(PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>"), "ACD")
 
 
-def test_ranks_that_were_given_other_documents_are_told(tmp_path):
+def test_ranks_with_different_documents_are_refused(tmp_path):
     model, manager = make_model(), DynamicProbeManager(make_pack(tmp_path / "pack", make_model()))
     texts = [f"{text}{i % 7}" for i, text in enumerate(random_texts(512, longest=12))]
     manager.analyze(model, make_tokenizer(), texts, out=tmp_path / "out", rank=0, world_size=2)
@@ -474,13 +472,13 @@ def test_ranks_that_were_given_other_documents_are_told(tmp_path):
     assert not Analysis.open(tmp_path / "out", unfinished=True).manifest.get("complete")
 
 
-def test_a_data_frame_is_no_list_of_documents():
+def test_data_frame_is_refused_as_documents():
     with pytest.raises(ConfigError, match=r"df\.to_dict"):
         read_documents(pandas.DataFrame({"id": ["a"], "text": ["the whale sang"]}))
 
 
 @pytest.mark.parametrize("site", ["mlp_out.1", "attn_out.1"])
-def test_what_a_layer_adds_in_place_is_in_no_state_of_a_corpus(site, tmp_path):
+def test_later_in_place_additions_do_not_change_read_states(site, tmp_path):
     """Falcon's layers add what attention gave to the very tensor that the feed-forward block gave."""
     torch.manual_seed(0)
     host = loud(FalconForCausalLM(FalconConfig(**SMALL, num_attention_heads=2, parallel_attn=True)), "weight")

@@ -1,4 +1,4 @@
-"""Two workers of a real Ray cluster on this machine give the rows that one process gives."""
+"""Two workers of a local Ray cluster write the rows that one process writes."""
 
 import functools
 import os
@@ -111,7 +111,7 @@ def test_a_finished_analysis_of_another_job_is_refused(pack, tmp_path):
     )
     settings = {"keep_top_k": 5, "impl": "reference", "audit_rate": 0.2}
     other = job(pack, out, load=functools.partial(load, seed=5), settings=settings)
-    with pytest.raises(ConfigError, match="made otherwise") as refused:
+    with pytest.raises(ConfigError, match="with other settings") as refused:
         analyze_dataset([], other, concurrency=1, resume=True)
     assert "host.weights was" in str(refused.value)
     assert "kernel.impl was 'cpu', now 'reference'" in str(refused.value)

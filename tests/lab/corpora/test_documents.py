@@ -1,4 +1,4 @@
-"""Documents are read from everything a corpus comes in, and a bad one is told with its reason and stops nothing."""
+"""Documents are read from every supported source; a bad one is reported with its reason and stops nothing."""
 
 import bz2
 import gzip
@@ -25,7 +25,7 @@ def told(source, **options):
     return [(d.index, d.id, d.text, d.reason) for d in read_documents(source, **options)]
 
 
-def test_text_is_a_document_a_line(tmp_path):
+def test_each_line_of_text_is_a_document(tmp_path):
     path = tmp_path / "a.txt"
     path.write_bytes("\ufeffone\r\n\n  \ntwö\n\ufeffthree".encode())  # a mark is one at the beginning alone
     assert told(path) == [(0, "a.txt:1", "one", ""), (1, "a.txt:4", "twö", ""), (2, "a.txt:5", "\ufeffthree", "")]
@@ -64,7 +64,7 @@ def test_parquet_rows_are_documents(tmp_path):
         read_documents(path)
 
 
-def test_a_column_twice_is_refused_as_a_key_twice_is(tmp_path):
+def test_duplicate_columns_and_keys_are_refused_alike(tmp_path):
     path = tmp_path / "a.parquet"
     pq.write_table(pa.Table.from_arrays([pa.array(["one"]), pa.array(["two"])], names=["text", "text"]), path)
     with pytest.raises(ConfigError, match=r"a\.parquet has two columns 'text': rename one"):
@@ -73,19 +73,19 @@ def test_a_column_twice_is_refused_as_a_key_twice_is(tmp_path):
     assert document.text == "" and "two columns 'text'" in document.reason
 
 
-def test_messages_that_are_a_text_are_said_to_be_one():
+def test_messages_given_as_a_string_are_a_bad_document():
     rows = [{"messages": "[]"}, {"messages": "[]", "text": "one"}]
     assert [d.reason for d in read_documents(rows)] == ["'messages' is a text: give a list of messages", ""]
     assert told(rows, text_field="messages")[0] == (0, "0", "[]", "")
 
 
-def test_a_link_that_leads_nowhere_is_said_to_do_so(tmp_path):
+def test_dangling_link_is_reported(tmp_path):
     (tmp_path / "loop").symlink_to("loop")
     with pytest.raises(ConfigError, match="loop is a link that leads nowhere: mend it, or give the file itself"):
         read_documents(tmp_path / "loop")
 
 
-def test_a_folder_is_every_file_in_order(tmp_path):
+def test_folder_reads_every_file_in_order(tmp_path):
     (tmp_path / "b").mkdir()
     (tmp_path / "b" / "one.txt").write_text("line\nline", encoding="utf-8")
     (tmp_path / "a.md").write_text("two", encoding="utf-8")
@@ -105,7 +105,7 @@ def test_a_folder_is_every_file_in_order(tmp_path):
     assert count_documents(tmp_path) == 5
 
 
-def test_iterables_of_texts_and_objects():
+def test_iterables_may_hold_texts_and_objects():
     rows = ["one", {"text": "two", "id": "b"}, 3, {"id": "d"}, {"text": 5}, None]
     assert told(iter(rows)) == [
         (0, "0", "one", ""),
@@ -118,7 +118,7 @@ def test_iterables_of_texts_and_objects():
     assert count_documents(rows) == 6 and count_documents(iter(rows)) is None
 
 
-def test_white_space_alone_is_a_document():
+def test_whitespace_alone_is_a_document():
     assert told(["", " ", "\n"]) == [(0, "0", "", "empty"), (1, "1", " ", ""), (2, "2", "\n", "")]
 
 
@@ -144,7 +144,7 @@ def test_a_bad_line_has_its_reason_and_the_next_is_read(tmp_path, line, reason):
     assert second == (1, "n", "next", "")
 
 
-def test_bad_text_lines_and_files(tmp_path):
+def test_undecodable_and_overlong_text_lines_are_bad_documents(tmp_path):
     path = tmp_path / "a.txt"
     path.write_bytes(b"a\xff\n" + b"y" * 300_000 + b"\nnext\n")
     assert [(d[2], d[3][:20]) for d in told(path, max_chars=1000)] == [
@@ -171,14 +171,14 @@ def test_bad_text_lines_and_files(tmp_path):
     assert alone[0][2] == "one" and alone[-1][3].startswith("cannot be read (further)")
 
 
-def test_an_id_that_cannot_be_written_is_told():
+def test_unprintable_id_is_reported():
     assert told([{"text": "a", "id": 10**5000}, "b"]) == [
         (0, "0", "", "its id cannot be written (ValueError)"),
         (1, "1", "b", ""),
     ]
 
 
-def test_an_id_that_is_not_unicode_is_written_so_that_it_is():
+def test_id_with_invalid_unicode_is_escaped():
     assert told([{"text": "a", "id": "\ud800x"}]) == [(0, "\\ud800x", "a", "")]
 
 
@@ -191,14 +191,14 @@ def test_an_id_that_is_not_unicode_is_written_so_that_it_is():
         (b"", []),
     ],
 )
-def test_standard_input_is_json_lines_or_text(monkeypatch, data, texts):
+def test_standard_input_may_be_json_lines_or_text(monkeypatch, data, texts):
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BufferedReader(io.BytesIO(data))))
     assert [d.text for d in read_documents("-")] == texts
     assert count_documents("-") is None
 
 
 @pytest.mark.parametrize("source", ["nowhere.txt", {"text": "a"}, b"bytes", 5])
-def test_a_source_that_is_none_is_an_error_before_anything_is_read(source):
+def test_invalid_source_is_an_error_before_reading(source):
     with pytest.raises(ConfigError):
         read_documents(source)
 
@@ -208,13 +208,13 @@ def test_an_empty_folder_is_an_error(tmp_path):
         read_documents(tmp_path)
 
 
-def test_a_missing_limit_is_an_error():
+def test_missing_length_limit_is_an_error():
     for wrong in (0, True, 1.5):
         with pytest.raises(ConfigError, match="max_chars"):
             read_documents([], max_chars=wrong)
 
 
-def test_documents_are_read_as_they_are_asked_for(tmp_path):
+def test_documents_are_read_lazily(tmp_path):
     """So that a corpus is never held as a whole."""
     path = tmp_path / "a.jsonl"
     with path.open("w", encoding="utf-8") as stream:
@@ -249,7 +249,7 @@ def test_a_damaged_archive_in_a_folder_stops_nothing(tmp_path):
     )  # some bytes of the header do not matter
 
 
-def test_what_a_folder_has_and_cannot_be_read_is_a_bad_document(tmp_path):
+def test_unreadable_folder_entries_are_bad_documents(tmp_path):
     elsewhere, folder = tmp_path / "elsewhere", tmp_path / "texts"
     elsewhere.mkdir()
     (elsewhere / "x.txt").write_text("x")
@@ -270,7 +270,7 @@ def test_what_a_folder_has_and_cannot_be_read_is_a_bad_document(tmp_path):
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs another user's eyes")
-def test_a_folder_that_may_not_be_read_is_a_bad_document(tmp_path):
+def test_folder_without_read_permission_is_a_bad_document(tmp_path):
     (tmp_path / "a.txt").write_text("a")
     (tmp_path / "secret").mkdir(mode=0)
     program = (
@@ -283,7 +283,7 @@ def test_a_folder_that_may_not_be_read_is_a_bad_document(tmp_path):
     assert done.stdout.strip() == "[('a.txt', ''), ('secret', 'cannot be read: Permission denied')]", done.stderr
 
 
-def test_letters_with_a_nul_behind_each_are_no_text(tmp_path):
+def test_utf16_text_is_not_a_text(tmp_path):
     (tmp_path / "a.txt").write_bytes("A dog.\nA cat.\n".encode("utf-16-le"))
     assert all(
         reason == "not a text (a NUL at character 1): UTF-16, perhaps" or text == ""
@@ -293,7 +293,7 @@ def test_letters_with_a_nul_behind_each_are_no_text(tmp_path):
 
 
 @pytest.mark.parametrize("suffix", [".yaml", ".YML", ".html", ".py", ".ipynb", ".toml"])
-def test_what_is_no_text_line_by_line_is_one_document_of_a_folder_and_refused_alone(tmp_path, suffix):
+def test_source_code_is_one_document_in_a_folder_and_refused_alone(tmp_path, suffix):
     (tmp_path / f"a{suffix}").write_text("one\ntwo\n")
     with pytest.raises(ConfigError, match="each line is a document: write its texts"):
         read_documents(tmp_path / f"a{suffix}")
@@ -302,7 +302,7 @@ def test_what_is_no_text_line_by_line_is_one_document_of_a_folder_and_refused_al
 
 
 @pytest.mark.parametrize("suffix", [".safetensors", ".pt", ".npy", ".pkl", ".png"])
-def test_tensors_pickles_and_pictures_are_no_text_anywhere(tmp_path, suffix):
+def test_tensors_pickles_and_pictures_are_never_text(tmp_path, suffix):
     (tmp_path / f"a{suffix}").write_text("one\ntwo\n")
     with pytest.raises(ConfigError, match="and no text: write its texts"):
         read_documents(tmp_path / f"a{suffix}")
@@ -316,23 +316,23 @@ def test_a_suffix_may_be_in_capitals(tmp_path):
     assert told(tmp_path / "A.JSONL.GZ") == [(0, "A.JSONL.GZ:1", "one", "")]
 
 
-def test_a_column_of_ids_that_is_not_there_is_told(tmp_path):
+def test_missing_id_column_is_reported(tmp_path):
     pq.write_table(pa.table({"text": ["one"]}), tmp_path / "a.parquet")
     with pytest.raises(ConfigError, match="has no column 'key', it has text: name the column of the ids"):
         read_documents(tmp_path / "a.parquet", id_field="key")
 
 
-def test_a_dataset_of_hugging_face_iterates():
+def test_hugging_face_dataset_is_iterated():
     datasets = pytest.importorskip("datasets")
     made = datasets.Dataset.from_list([{"text": "one", "id": "a"}, {"text": "two", "id": "b"}])
     assert told(made) == [(0, "a", "one", ""), (1, "b", "two", "")] and count_documents(made) == 2
 
 
-def test_a_key_that_stands_twice_is_told_and_stops_nothing(tmp_path):
+def test_duplicate_key_is_reported_and_stops_nothing(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_text('{"text": "one", "text": "two"}\n{"text": "three"}\n')
     (_, _, text, reason), (_, _, other, _) = told(path)
-    assert (text, other) == ("", "three") and "'text' stands twice" in reason
+    assert (text, other) == ("", "three") and "'text' appears twice" in reason
 
 
 def zipped(path, parts):
@@ -343,7 +343,7 @@ def zipped(path, parts):
 
 
 @pytest.mark.parametrize("part", [b"a" * (1 << 20), b"\n" * (1 << 20)], ids=["one line", "blank lines"])
-def test_what_decompresses_to_hundreds_of_times_its_size_is_told_and_not_read_to_its_end(tmp_path, part, monkeypatch):
+def test_archive_that_expands_excessively_is_reported_early(tmp_path, part, monkeypatch):
     monkeypatch.setattr("probemon.lab.corpora.documents.ALWAYS_BYTES", 1 << 20)
     monkeypatch.setattr("probemon.lab.corpora.documents.MOST_TIMES", 20)
     path = zipped(tmp_path / "a.txt.gz", [b"one\n", *[part] * 10])
@@ -364,7 +364,7 @@ def test_what_decompresses_to_hundreds_of_times_its_size_is_told_and_not_read_to
     assert 1 << 20 < sum(read) <= max(1 << 20, 20 * path.stat().st_size) + (1 << 17) < 10 << 20
 
 
-def test_long_texts_that_compress_well_are_read_to_their_end(tmp_path):
+def test_long_compressible_texts_are_read_completely(tmp_path):
     path = zipped(tmp_path / "a.txt.gz", [b"one two three\n" * 1000] * 30)
     assert len(told(path)) == 30_000
 
@@ -373,9 +373,7 @@ def test_long_texts_that_compress_well_are_read_to_their_end(tmp_path):
     "compression, size, words",
     [("zstd", 3_000_000, "decompresses to"), ("none", 3_000_000, "the dictionary of text has")],
 )
-def test_row_groups_that_would_fill_the_memory_are_told_and_the_others_are_read(
-    tmp_path, monkeypatch, compression, size, words
-):
+def test_oversized_parquet_row_groups_are_reported_and_others_read(tmp_path, monkeypatch, compression, size, words):
     monkeypatch.setattr("probemon.lab.corpora.documents.ALWAYS_BYTES", 1 << 20)
     monkeypatch.setattr("probemon.lab.corpora.documents.MAX_DICTIONARY_BYTES", 1 << 20)
     path = tmp_path / "a.parquet"
@@ -390,7 +388,7 @@ def test_row_groups_that_would_fill_the_memory_are_told_and_the_others_are_read(
     assert found[2][1] == "a.parquet:3" and found[2][3].startswith("5 rows cannot be read") and words in found[2][3]
 
 
-def test_rows_of_a_large_dictionary_are_the_same_one_by_one(tmp_path, monkeypatch):
+def test_rows_of_a_large_dictionary_are_read_one_by_one_equally(tmp_path, monkeypatch):
     path = tmp_path / "a.parquet"
     pq.write_table(pa.table({"text": [f"text {i % 7}" for i in range(50)], "id": list(range(50))}), path)
     whole = told(path)
@@ -399,7 +397,7 @@ def test_rows_of_a_large_dictionary_are_the_same_one_by_one(tmp_path, monkeypatc
 
 
 @pytest.mark.parametrize("name", ["mails.csv", "mails.TSV", "mails.csv.gz"])
-def test_a_table_in_text_is_not_taken_for_documents(tmp_path, name):
+def test_csv_table_is_not_read_as_text_documents(tmp_path, name):
     (tmp_path / "folder").mkdir()
     path = tmp_path / "folder" / name
     path.write_bytes(gzip.compress(b"id,text\n1,whales\n", mtime=0) if name.endswith(".gz") else b"id,text\n1,whales\n")
@@ -427,7 +425,7 @@ def test_a_table_in_text_is_not_taken_for_documents(tmp_path, name):
         ("mails", b"PAR1\nwhales\n", "parquet"),
     ],
 )
-def test_a_file_whose_lines_are_no_documents_is_refused(tmp_path, name, data, what):
+def test_file_whose_lines_are_not_documents_is_refused(tmp_path, name, data, what):
     (tmp_path / "folder").mkdir()
     path = tmp_path / "folder" / name
     path.write_bytes(data)
@@ -475,7 +473,7 @@ TABLES = {"orc": "an ORC file", "avro": "an Avro file", "sqlite": "a database of
 
 
 @pytest.mark.parametrize("kind", [*PACKED, *TABLES])
-def test_what_is_packed_or_a_table_of_another_kind_is_named_with_its_remedy(tmp_path, kind):
+def test_archives_and_other_tables_are_named_with_a_remedy(tmp_path, kind):
     (tmp_path / "folder").mkdir()
     path = tmp_path / "folder" / f"rows.{kind}"
     path.write_bytes(archive(kind))
@@ -489,7 +487,7 @@ def test_what_is_packed_or_a_table_of_another_kind_is_named_with_its_remedy(tmp_
         list(read_rows(path))
 
 
-def test_letters_with_which_a_table_begins_begin_a_text_too(tmp_path):
+def test_text_starting_like_a_binary_table_is_read(tmp_path):
     (tmp_path / "a.txt").write_text("ORCs march.\nOBJ.\n")
     assert [text for _, _, text, _ in told(tmp_path / "a.txt")] == ["ORCs march.", "OBJ."]
 
@@ -501,7 +499,7 @@ def test_an_archive_on_standard_input_is_named(monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["rows", "rows.gz", "rows.dat", "rows.jsonl.1"])
-def test_a_file_whose_name_says_no_kind_is_told_by_how_it_begins(tmp_path, name):
+def test_file_without_a_known_suffix_is_recognised_by_its_beginning(tmp_path, name):
     (tmp_path / "folder").mkdir()
     path = tmp_path / "folder" / name
 
@@ -522,18 +520,18 @@ def test_a_file_whose_name_says_no_kind_is_told_by_how_it_begins(tmp_path, name)
     assert [d[2] for d in told(tmp_path / "folder")] == ["{{cite}} whales\n[ships]\n"]
 
 
-def test_a_name_that_says_text_is_believed(tmp_path):
+def test_txt_suffix_is_trusted(tmp_path):
     (tmp_path / "a.txt").write_text('{"text": "whales"}\n')
     assert told(tmp_path / "a.txt") == [(0, "a.txt:1", '{"text": "whales"}', "")]
 
 
-def test_json_lines_whose_first_is_cut_off_are_read(tmp_path):
+def test_json_lines_with_a_truncated_first_line_are_read(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"text": "wha\n{"text": "ships"}\n')
     assert [text for _, _, text, _ in told(tmp_path / "a.jsonl")] == ["", "ships"]
 
 
 @pytest.mark.parametrize("save", ["a dataset", "a dict of them"])
-def test_a_folder_of_datasets_is_named_with_its_remedy_and_the_remedy_works(tmp_path, save):
+def test_saved_datasets_folder_is_named_with_a_working_remedy(tmp_path, save):
     datasets = pytest.importorskip("datasets")
     dataset = datasets.Dataset.from_list([{"text": "whales"}, {"text": "ships"}])
     place = tmp_path / "folder/saved"
@@ -553,13 +551,13 @@ def test_a_folder_of_datasets_is_named_with_its_remedy_and_the_remedy_works(tmp_
 @pytest.mark.parametrize(
     "data", [b'[{"text": "whales"}]', b'\xef\xbb\xbf\n[\n  {"text": "whales"},\n  {"text": "ships"}\n]\n']
 )
-def test_a_json_array_on_standard_input_is_not_taken_for_text(monkeypatch, data):
+def test_json_array_on_standard_input_is_not_read_as_text(monkeypatch, data):
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BufferedReader(io.BytesIO(data))))
     with pytest.raises(ConfigError, match="standard input is one JSON array"):
         list(read_documents("-"))
 
 
-def test_text_that_begins_with_a_bracket_is_text(tmp_path, monkeypatch):
+def test_text_starting_with_a_bracket_is_text(tmp_path, monkeypatch):
     data = b"[INST] whales\n[ships]\n"
     (tmp_path / "mails.txt").write_bytes(data)
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BufferedReader(io.BytesIO(data))))

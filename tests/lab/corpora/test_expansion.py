@@ -1,4 +1,4 @@
-"""Calibrated expand thresholds reach the recall they were set to, on documents they were not set on."""
+"""Calibrated expand thresholds reach their target recall on held-out documents."""
 
 import math
 import random
@@ -79,7 +79,7 @@ def walk(reach, expand, scores):
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("rule", RULES)
-def test_what_is_missed_is_what_walking_the_hierarchy_misses(rule, shape, seed, monkeypatch):
+def test_missed_probes_equal_a_walk_of_the_hierarchy(rule, shape, seed, monkeypatch):
     monkeypatch.setattr(expansion, "_CELLS", 16 * 7)  # batches of seven tokens
     reach = make_reach(rule, shape, seed)
     reach = Reach(reach.tree, rule, reach.alert, always_on=(7,)) if seed % 2 else reach
@@ -105,7 +105,7 @@ def test_what_is_missed_is_what_walking_the_hierarchy_misses(rule, shape, seed, 
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("rule", RULES)
-def test_at_a_slack_no_more_than_that_share_of_a_probes_scores_is_under_its_threshold(rule, shape):
+def test_slack_bounds_the_share_of_scores_below_each_threshold(rule, shape):
     reach = make_reach(rule, shape, 1, alert=0.4)
     documents = random_scores(reach.tree, rule, [6] * 12, 2)
     family, exact = ThresholdFamily(reach, documents), reach.exact()
@@ -137,7 +137,7 @@ def test_at_a_slack_no_more_than_that_share_of_a_probes_scores_is_under_its_thre
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("rule", RULES)
-def test_less_slack_never_misses_more_and_the_last_resort_misses_nothing(rule, shape, seed):
+def test_less_slack_misses_no_more_and_the_fallback_misses_nothing(rule, shape, seed):
     reach = make_reach(rule, shape, seed)
     family = ThresholdFamily(reach, random_scores(reach.tree, rule, [4] * 10, seed))
     documents = random_scores(reach.tree, rule, [4] * 20, seed + 100)
@@ -155,14 +155,14 @@ def test_less_slack_never_misses_more_and_the_last_resort_misses_nothing(rule, s
     assert before.missed.sum() > 0
 
 
-def test_under_the_path_rule_nothing_is_opened_that_could_find_nothing():
+def test_path_rule_thresholds_are_at_least_the_lowest_alert_below():
     reach = make_reach("path", "tree", 3, alert=0.6)
     family = ThresholdFamily(reach, random_scores(reach.tree, "path", [6] * 10, 3))
     inner = reach.tree.has_children
     assert (family.at(0.0)[inner] >= np.float32(0.6)).all() and (family.at(None)[inner] == np.float32(0.6)).all()
 
 
-def test_a_probe_above_none_that_can_fire_is_opened():
+def test_probe_without_alerting_descendants_is_always_expanded():
     reach = make_reach("path", "tree", 3)
     alert = reach.alert.copy()
     below = sorted(descendants(reach.tree, 0))
@@ -171,7 +171,7 @@ def test_a_probe_above_none_that_can_fire_is_opened():
     assert (family.at(0.5)[[p for p in [0, *below] if reach.tree.has_children[p]]] == -1).all()
 
 
-def test_below_0_thresholds_fall_by_a_factor_but_not_below_what_can_find_something():
+def test_negative_slack_lowers_thresholds_down_to_a_useful_minimum():
     for rule in RULES:
         reach = make_reach(rule, "tree", 4, alert=0.05)
         family = ThresholdFamily(
@@ -230,7 +230,7 @@ def mean_losses(reach, documents, n, recall, repeats, seed=0):
 @pytest.mark.parametrize("n", [9, 40])
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("rule", RULES)
-def test_over_many_splits_the_mean_recall_on_held_out_documents_is_at_least_the_target(rule, shape, n):
+def test_mean_recall_on_held_out_documents_reaches_the_target(rule, shape, n):
     reach, documents = population(rule, shape, 230, 5)
     losses, shares = mean_losses(reach, documents, n, 0.9, 150)
     assert 0 < losses.mean() <= 0.1 + 3 * losses.std() / math.sqrt(len(losses))
@@ -240,7 +240,7 @@ def test_over_many_splits_the_mean_recall_on_held_out_documents_is_at_least_the_
     )  # not by opening everything
 
 
-def test_without_the_document_that_may_miss_all_the_target_is_not_reached(monkeypatch):
+def test_without_the_conformal_correction_the_target_is_missed(monkeypatch):
     """The same splits with the plain mean in place of the conformal bound: the test above would fail."""
     reach, documents = population("independent", "tree", 230, 5)
     kept, _ = mean_losses(reach, documents, 10, 0.9, 300)
@@ -268,7 +268,7 @@ def test_the_slack_is_the_largest_that_the_bound_allows():
     assert found.share_evaluated == reach.missed(found.expand_threshold, calibrating).share_evaluated
 
 
-def test_documents_in_which_nothing_fires_are_no_units():
+def test_documents_without_firing_probes_do_not_count():
     reach, documents = population("independent", "tree", 60, 7)
     silent = [np.zeros((5, reach.tree.n), np.float32)] * 40
     with_them = calibrate_on(reach, [*silent, *documents[:30]], [*silent, *documents[30:]], recall=0.9)
@@ -280,7 +280,7 @@ def test_documents_in_which_nothing_fires_are_no_units():
     assert with_them.n_units == without.n_units == 30 and with_them.n_calibration == 70
 
 
-def test_documents_are_split_by_a_seed_and_the_result_is_the_same_every_time():
+def test_split_is_seeded_and_results_are_deterministic():
     shaping, calibrating = split(11, share=0.4, seed=1)
     assert (
         len(shaping) == 4
@@ -310,7 +310,7 @@ def test_too_few_documents_are_refused_with_the_number_needed(recall, needed):
             calibrate_on(reach, documents[:needed], documents[needed + 1 :], recall=recall)
 
 
-def test_a_root_that_no_descent_reaches_is_told():
+def test_unreachable_root_is_reported():
     tree = ConceptTree([0, 1, 1, 1], [2], [0, 1, 1])  # probe 1 is a root at level 1
     documents = [np.full((2, 3), 0.9, np.float32)] * 40
     alert = np.full(3, 0.5, np.float32)
@@ -321,12 +321,12 @@ def test_a_root_that_no_descent_reaches_is_told():
 
 
 @pytest.mark.parametrize("recall", [0, 1, 1.5, True, "0.9", float("nan")])
-def test_what_is_no_recall_is_refused(recall):
+def test_invalid_recall_is_refused(recall):
     with pytest.raises(ConfigError, match="recall is"):
         calibrate_expansion(*population("path", "tree", 4, 0), recall=recall)
 
 
-def test_nothing_that_fires_cannot_be_calibrated_or_measured():
+def test_expansion_without_firing_probes_is_refused():
     reach, documents = population("path", "tree", 30, 0)
     with pytest.raises(CalibrationError, match="no probe has an alert threshold"):
         calibrate_expansion(Reach(reach.tree, "path", np.full(reach.tree.n, np.nan, np.float32)), documents, recall=0.9)
@@ -343,7 +343,7 @@ def test_nothing_that_fires_cannot_be_calibrated_or_measured():
 # -- measuring, and what runs --------------------------------------------------------------------
 
 
-def test_recall_is_measured_by_document_and_over_all_with_its_interval():
+def test_recall_is_measured_per_document_and_overall_with_an_interval():
     reach, documents = population("independent", "dag", 50, 10)
     documents = [*documents, np.zeros((3, reach.tree.n), np.float32)]
     expand = np.full(reach.tree.n, 0.7, np.float32)
@@ -362,7 +362,7 @@ def test_recall_is_measured_by_document_and_over_all_with_its_interval():
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_a_calibrated_pack_reaches_what_was_counted(model, tmp_path, rule):
+def test_calibrated_pack_reaches_the_counted_probes(model, tmp_path, rule):
     """Through the manager: the memoryless descent with load_threshold="calibrated" has active what `Reach` counted."""
     pack = make_pack(tmp_path / "a", model, rule=rule)
     states = torch.randn(60, 8, HIDDEN, generator=torch.Generator().manual_seed(0))

@@ -1,4 +1,4 @@
-"""Modules become one script only where nothing of them is lost or run twice."""
+"""JavaScript modules are joined into one script without losing or repeating code."""
 
 import pytest
 
@@ -12,7 +12,7 @@ def written(folder, **modules):
     return folder
 
 
-def test_a_module_stands_once_and_before_those_that_import_it(tmp_path):
+def test_each_module_appears_once_before_its_importers(tmp_path):
     folder = written(
         tmp_path,
         page='import { a, $ } from "./a.js";\nimport { b } from "./b.js";\nrun(a, b, $);\n',
@@ -33,7 +33,7 @@ def test_a_module_stands_once_and_before_those_that_import_it(tmp_path):
         'import "./b.js";', "export default b;", "export { b };", '  import { b } from "./b.js";',
     ],
 )  # fmt: skip
-def test_a_form_that_would_be_lost_is_refused(tmp_path, line):
+def test_unsupported_module_syntax_is_refused(tmp_path, line):
     folder = written(tmp_path, page=f"{line}\n", b="export const b = 1;\n")
     with pytest.raises(ConfigError, match=r"page\.js: .* cannot go into one script"):
         one_script(folder / "page.js", folder)

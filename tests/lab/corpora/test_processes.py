@@ -1,4 +1,4 @@
-"""From the shell: two processes at once, and a worker of Ray, write the rows that one process writes."""
+"""Shell commands: two concurrent processes, or a Ray worker, write the rows that one process writes."""
 
 import contextlib
 import fcntl
@@ -53,7 +53,7 @@ def words(folder, pack, out, *more):
     return [*map(str, arguments), "--dtype", "float32", "--window", "24", "--json", *more]
 
 
-def test_progress_has_a_rate_and_the_time_that_is_left(workplace):
+def test_progress_bar_shows_a_rate_and_the_remaining_time(workplace):
     """In a terminal; what is no terminal gets none."""
     _, shown = workplace
     bar = r"analyze: +\d+%\|.*\| \d+/520 doc \[\d\d:\d\d<\d\d:\d\d, \d+ tokens, \d+ a second\]"

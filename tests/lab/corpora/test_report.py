@@ -1,6 +1,4 @@
-"""A report shows in a real browser what the tables of its analysis say, and whatever its texts hold is shown and never
-run.
-"""
+"""A report shows the tables of its analysis in a real browser and never executes its texts."""
 
 import json
 import math
@@ -153,13 +151,13 @@ def test_overview_has_the_numbers_of_the_tables(browser, made, analysis, tables)
     said = page("document.body.textContent")
     assert (
         "The floor is a score of 0.5" in said
-        and "false alarms are expected, and how many the card of the pack random says for its own thresholds" in said
+        and "The card of the pack random says how many, for its own thresholds only" in said
     )
     assert "detected" not in made.read_text()
 
 
 @in_browser
-def test_what_was_excluded_is_told_and_is_not_listed_as_never_over_the_floor(browser, model, pack, tmp_path):
+def test_excluded_concepts_are_reported_separately_from_never_over_the_floor(browser, model, pack, tmp_path):
     manager = DynamicProbeManager(pack, exclude=["c0"])
     n_excluded = manager.plan.n_excluded
     assert 0 < n_excluded < 40
@@ -188,20 +186,20 @@ def test_what_was_excluded_is_told_and_is_not_listed_as_never_over_the_floor(bro
     page.go("#view=hierarchy")
     assert f"{n_excluded} more are excluded" in page("document.getElementById('undrawn').textContent")
     page.go("#view=documents&concept=c0")
-    assert "excluded: nothing is known of it" in page("document.getElementById('restriction').textContent")
+    assert "excluded: nothing is known about it" in page("document.getElementById('restriction').textContent")
     page.go("#doc=0")
     assert f"({n_excluded}.0 of them excluded)" in page("document.body.textContent")
 
 
 @in_browser
-def test_what_cannot_be_over_the_floor_and_what_was_not_seen_is_told(browser, model, tmp_path):
+def test_unreachable_thresholds_and_unseen_tokens_are_reported(browser, model, tmp_path):
     threshold = torch.full((40,), 0.3)
     threshold[[4, 5]], threshold[6] = math.nan, 1.0
     manager = DynamicProbeManager(make_pack(tmp_path / "p", model, alert_threshold=threshold), impl="cpu")
     texts = [{"id": f"d{i}", "text": text} for i, text in enumerate(random_texts(4))]
     analysis = analyze(manager, model, make_tokenizer(), texts, tmp_path / "out")
     page = browser.open(write_report(analysis).as_uri())
-    assert "of 40 in the pack, 3 of which cannot be: no alert threshold, or one of 1" in page("document.body.innerText")
+    assert "of 40 in the pack, 3 of them cannot be: alert threshold 1 or not set" in page("document.body.innerText")
     thresholds = page("concepts.threshold")
     told = [page(f"facts({thresholds.index(value)}).join()") for value in (None, 1, 0.3)]
     assert "never over the floor, whatever it scores: its alert threshold is not set" in told[0]
@@ -210,17 +208,17 @@ def test_what_cannot_be_over_the_floor_and_what_was_not_seen_is_told(browser, mo
     page("documents.unseen[0] = documents.tokens[0], seen[0] = 0")
     assert page("unseenOf(0)") == "no token seen"
     page("(current = { d: 0, present: new Map() }, drawPresent(9))")
-    assert "No token of it was seen, so nothing is known of it." in page(
+    assert "No token of it was seen, so nothing is known about it." in page(
         "document.getElementById('present').textContent"
     )
     both = compare(analysis, analysis)
     assert both.n_mute == 3 and both.stated()["n_mute"] == 3
-    assert "(3 of them cannot be: no alert threshold, or one of 1)" in both._repr_html_()
-    assert "(3 of them cannot be: no alert threshold, or one of 1)" in analysis._repr_html_()
+    assert "(3 of them cannot be: alert threshold 1 or not set)" in both._repr_html_()
+    assert "(3 of them cannot be: alert threshold 1 or not set)" in analysis._repr_html_()
 
 
 @in_browser
-def test_concepts_and_their_cells_are_those_of_the_tables(browser, made, tables):
+def test_concept_rows_equal_the_tables(browser, made, tables):
     page = browser.open(made, "#view=concepts")
     seen = sum(row["n_tokens"] - row["n_unseen"] for row in tables["documents"])
     wanted = sorted(tables["concepts"], key=lambda row: (-row["n_documents"], -row["n_tokens"], row["name"]))
@@ -252,7 +250,7 @@ def test_concepts_and_their_cells_are_those_of_the_tables(browser, made, tables)
 
 
 @in_browser
-def test_concepts_can_be_sorted_and_filtered_and_a_cell_lists_its_documents(browser, made, tables):
+def test_concepts_can_be_sorted_filtered_and_opened(browser, made, tables):
     page = browser.open(made, "#view=concepts")
     page.click("document.querySelectorAll('#concept-head button')[3]")
     assert texts_of(page, "#concept-rows .name") == [
@@ -324,9 +322,7 @@ def test_documents_of_a_concept_are_listed_best_first(browser, made, tables):
 
 
 @in_browser
-def test_strongest_concepts_of_a_document_exceed_their_thresholds_most_and_are_of_different_lines(
-    browser, made, tables
-):
+def test_strongest_concepts_of_a_document_are_of_different_branches(browser, made, tables):
     page, concepts = browser.open(made), tables["concepts"]
     number = {row["concept"]: i for i, row in enumerate(concepts)}
 
@@ -353,7 +349,7 @@ def test_strongest_concepts_of_a_document_exceed_their_thresholds_most_and_are_o
 
 
 @in_browser
-def test_edges_that_do_not_go_down_a_level_lose_nothing(browser, tmp_path):
+def test_edges_within_or_up_a_level_lose_no_width(browser, tmp_path):
     """As in packs imported with levels of their own: A:0 > B:1 > D:1 and C:0; E:0 > F:0. All fire but E."""
     concepts = [("A", "A", [], 0.5), ("B", "B", ["A"], 0.5), ("E", "E", [], 0.5)]
     concepts += [("C", "C", ["B"], 0.5), ("D", "D", ["B"], 0.5), ("F", "F", ["E"], 0.5)]
@@ -366,7 +362,7 @@ def test_edges_that_do_not_go_down_a_level_lose_nothing(browser, tmp_path):
 
 
 @in_browser
-def test_width_is_the_tokens_of_a_concept_and_of_all_below_it(browser, made, tables):
+def test_width_is_the_tokens_of_a_concept_and_its_descendants(browser, made, tables):
     page, concepts = browser.open(made, "#view=hierarchy", width=1000), tables["concepts"]
     weight, parents = weights(concepts), first_parents(concepts)
     cells = page("[...document.querySelectorAll('#icicle button')].map((n) => n.cell)")
@@ -432,7 +428,7 @@ def test_the_hierarchy_is_zoomed_by_pointer_and_by_keys(browser, made, tables):
 
 
 @in_browser
-def test_the_tip_of_a_concept_with_two_parents_names_both(browser, made, tables):
+def test_tooltip_of_a_concept_with_two_parents_names_both(browser, made, tables):
     page, concepts = browser.open(made, "#view=hierarchy", width=3000), tables["concepts"]
     shown = page("[...document.querySelectorAll('#icicle button')].filter((n) => !n.cell.rest).map((n) => n.cell.c)")
     c = next(c for c in shown if c is not None and len(concepts[c]["parents"]) > 1 and concepts[c]["n_documents"] > 1)
@@ -463,7 +459,7 @@ def longest(tables, n):
 
 
 @in_browser
-def test_tokens_have_the_shade_of_what_is_strongest_there(browser, made, tables):
+def test_tokens_are_shaded_by_their_strongest_concept(browser, made, tables):
     page = browser.open(made)
     threshold = {row["concept"]: row["alert_threshold"] for row in tables["concepts"]}
     for document in longest(tables, 3):
@@ -496,7 +492,7 @@ def test_tokens_have_the_shade_of_what_is_strongest_there(browser, made, tables)
 
 
 @in_browser
-def test_a_token_tells_its_concepts_and_a_concept_colours_alone(browser, made, tables):
+def test_selecting_a_token_lists_its_concepts_and_a_concept_colours_alone(browser, made, tables):
     (d,) = longest(tables, 1)
     page, tokens = browser.open(made, f"#doc={d}"), tokens_of(tables, d)
     threshold = {row["concept"]: row["alert_threshold"] for row in tables["concepts"]}
@@ -555,7 +551,7 @@ CONCEPTS = [("a", "animal", [], 0.3), ("w", "whale", ["a"], 0.2), ("n", "number"
 
 
 @in_browser
-def test_tokens_that_share_characters_neither_break_nor_repeat_the_text(browser, tmp_path):
+def test_tokens_that_share_characters_keep_the_text_intact(browser, tmp_path):
     text = "a🐋b c\u0301d🐋 \n end"
     spans = [(0, 1), (1, 2), (1, 2), (1, 2), (2, 4), (3, 3), (4, 6), (5, 7), (7, 8), (8, 8), (8, 14)]
     documents = [
@@ -591,7 +587,7 @@ def test_tokens_that_share_characters_neither_break_nor_repeat_the_text(browser,
 
 
 @in_browser
-def test_strengths_of_scores_near_0_and_1_are_told_apart(browser, tmp_path):
+def test_strengths_near_0_and_1_are_distinguishable(browser, tmp_path):
     """Thresholds as a calibration sets them for rare and for certain concepts, with scores just over them and far."""
     thresholds = [1e-9, 3e-5, 0.999998, 0.5, 1e-12]
     concepts = [(f"c{i}", f"concept {i}", [], threshold) for i, threshold in enumerate(thresholds)]
@@ -622,7 +618,7 @@ def test_strengths_of_scores_near_0_and_1_are_told_apart(browser, tmp_path):
 
 
 @in_browser
-def test_tokens_without_places_and_documents_without_texts_are_listed(browser, tmp_path, model, pack, tables):
+def test_tokens_without_offsets_and_documents_without_texts_are_listed(browser, tmp_path, model, pack, tables):
     documents = [("d", "two words", [(-1, -1, {0: 0.5}), (-1, -1, {}), (-1, -1, {1: 0.6})], "")]
     page = browser.open(write_report(write_analysis(tmp_path / "a", documents, CONCEPTS)), "#doc=0")
     assert texts_of(page, "#text .whole") == ["two words"] and texts_of(page, "#text span") == ["0token 0", "2token 2"]
@@ -647,7 +643,7 @@ def test_tokens_without_places_and_documents_without_texts_are_listed(browser, t
 
 
 @in_browser
-def test_a_long_document_is_drawn_in_parts_that_are_its_text(browser, tmp_path):
+def test_long_document_is_paged_without_losing_text(browser, tmp_path):
     rng = random.Random(0)
     text = "".join(rng.choice(["🐋", "word", " ", "\n", "é"]) for _ in range(40_000)) + "🐋" * 9_000 + "-" * 20_001
     tokens = [(at, at + 1, {at % 2: 0.7}) for at in range(0, 9000, 2)] + [(len(text) - 20_001, len(text), {0: 0.5})]
@@ -682,7 +678,7 @@ def hostile(folder):
 
 
 @in_browser
-def test_hostile_ids_texts_and_names_are_shown_as_they_are_and_do_nothing(browser, tmp_path):
+def test_hostile_ids_texts_and_names_are_shown_and_not_executed(browser, tmp_path):
     made = write_report(hostile(tmp_path / "a"))
     page = browser.open(made)
 
@@ -719,7 +715,7 @@ def test_hostile_ids_texts_and_names_are_shown_as_they_are_and_do_nothing(browse
 
 
 @in_browser
-def test_nothing_but_its_own_script_may_run_and_nothing_may_be_fetched(browser, made):
+def test_page_blocks_other_scripts_and_all_requests(browser, made):
     page = browser.open(made)
     listen = "addEventListener('securitypolicyviolation', (e) => told(e.effectiveDirective), {{ once: true }})"
     blocked = f"new Promise((told) => {{{{ {listen}; {{}} }}}})"
@@ -745,7 +741,7 @@ def test_nothing_but_its_own_script_may_run_and_nothing_may_be_fetched(browser, 
     del browser.requests[1:]
 
 
-def test_what_is_embedded_is_json_that_cannot_end_its_script():
+def test_embedded_json_cannot_end_its_script_element():
     value = {text: [text, {"n": i}] for i, text in enumerate(HOSTILE)}
     text = embed(value)
     assert json.loads(text) == value and not set("<>&\u2028\u2029") & set(text)
@@ -767,7 +763,7 @@ def test_what_is_embedded_is_json_that_cannot_end_its_script():
         "#view=concepts&sort=toString&page=999",
     ],
 )
-def test_an_address_that_makes_no_sense_is_a_page_all_the_same(browser, made, place):
+def test_invalid_address_still_shows_a_page(browser, made, place):
     page = browser.open(made, place)
     assert page("[...document.querySelectorAll('main > section:not([hidden])')].length") == 1
     assert page("document.querySelector('main > section:not([hidden])').textContent.trim().length") > 20
@@ -805,7 +801,7 @@ CONTRAST = """(() => {
 
 @in_browser
 @pytest.mark.parametrize("dark", [False, True])
-def test_words_can_be_read_and_shades_are_in_order(browser, made, dark):
+def test_text_is_readable_and_shades_are_ordered(browser, made, dark):
     found = browser.open(made, dark=dark)(CONTRAST)
     assert min(found["words"]) >= 4.5 and min(ratio for ratio, _ in found["steps"]) >= 4.5, found
     light = [value for _, value in found["steps"]]
@@ -849,7 +845,7 @@ def many(n, n_concepts, seed=0):
 
 
 @in_browser
-def test_five_thousand_documents_are_listed_and_open_at_once(browser, tmp_path):
+def test_five_thousand_documents_open_quickly(browser, tmp_path):
     documents, concepts = many(5000, 300)
     analysis = write_analysis(tmp_path / "a", documents, concepts, shard=1000)
     made = write_report(analysis, text_megabytes=1)
@@ -904,7 +900,7 @@ def blocks_of(path):
     }
 
 
-def test_texts_fill_their_room_with_the_best_of_every_concept_first(tmp_path):
+def test_text_budget_goes_to_the_best_documents_of_every_concept(tmp_path):
     analysis = write_analysis(tmp_path / "a", *many(60, 12))
     whole = blocks_of(write_report(analysis))
     assert len(whole) == 60
@@ -925,7 +921,7 @@ def test_texts_fill_their_room_with_the_best_of_every_concept_first(tmp_path):
 
 
 @in_browser
-def test_pairs_are_the_best_of_every_concept_and_what_is_left_out_is_told(browser, tmp_path):
+def test_pairs_are_the_best_of_every_concept_and_omissions_are_reported(browser, tmp_path):
     analysis = write_analysis(tmp_path / "a", *many(60, 12))
     by = {}
     for row in analysis.summary().to_pylist():
@@ -955,7 +951,7 @@ def test_pairs_are_the_best_of_every_concept_and_what_is_left_out_is_told(browse
 
 
 @in_browser
-def test_an_analysis_of_nothing_is_a_report_of_nothing(browser, tmp_path, model, pack):
+def test_empty_analysis_gives_an_empty_report(browser, tmp_path, model, pack):
     manager = DynamicProbeManager(pack, impl="cpu")
     for name, documents in (("none", []), ("bad", ["", 5])):
         page = browser.open(write_report(analyze(manager, model, make_tokenizer(), documents, tmp_path / name)))
@@ -966,7 +962,7 @@ def test_an_analysis_of_nothing_is_a_report_of_nothing(browser, tmp_path, model,
         assert "nothing to draw" in page("document.getElementById('undrawn').textContent")
 
 
-def test_a_file_that_is_there_is_left_alone(tmp_path):
+def test_existing_file_is_kept(tmp_path):
     analysis = write_analysis(tmp_path / "a", [("d", "text", [(0, 4, {0: 0.5})], "")], CONCEPTS)
     out = tmp_path / "report.html"
     assert write_report(analysis, out) == out
@@ -983,7 +979,7 @@ def test_a_file_that_is_there_is_left_alone(tmp_path):
     assert Analysis.open(tmp_path / "a").complete  # a report in its folder does not disturb it
 
 
-def test_what_cannot_be_written_or_read_is_refused(tmp_path):
+def test_unwritable_output_and_unreadable_analyses_are_refused(tmp_path):
     documents = [("d", "text", [(0, 4, {0: 0.5})], "")]
     analysis = write_analysis(tmp_path / "a", documents, CONCEPTS)
     for out, message in ((tmp_path / "no" / "r.html", "cannot be written"), (tmp_path, "is a folder")):
@@ -1002,7 +998,7 @@ def test_what_cannot_be_written_or_read_is_refused(tmp_path):
     (tmp_path / "empty").mkdir()
     app = typer.Typer()
     app.command()(report)
-    for folder, message in ((tmp_path / "half", "not finished"), (tmp_path / "empty", "holds no analysis")):
+    for folder, message in ((tmp_path / "half", "not finished"), (tmp_path / "empty", "has no analysis")):
         with pytest.raises(ConfigError, match=message):
             CliRunner().invoke(app, [str(folder)], catch_exceptions=False)
     assert not (tmp_path / "r.html").exists() and not any(tmp_path.glob("*/*.html"))
@@ -1011,7 +1007,7 @@ def test_what_cannot_be_written_or_read_is_refused(tmp_path):
         write_report(analysis)
 
 
-def test_the_command_says_what_it_wrote(tmp_path):
+def test_command_names_the_written_file(tmp_path):
     write_analysis(tmp_path / "a", [("d", "text", [(0, 4, {0: 0.5})], "")], CONCEPTS)
     app = typer.Typer()
     app.command()(report)
@@ -1026,7 +1022,7 @@ def test_the_command_says_what_it_wrote(tmp_path):
     assert told.startswith(f"{path}: 0.") and blocks_of(path) == {}
 
 
-def test_how_often_a_concept_is_right_is_said_of_thresholds_that_a_floor_is_not_under(model, tmp_path):
+def test_precision_is_shown_only_if_the_floor_keeps_the_threshold(model, tmp_path):
     concepts = [{"id": f"c{i}", "name": "c", "parents": [], "precision": {"a": 0.9}} for i in range(4)]
     alert = torch.tensor([0.1, 0.3, 0.3, 0.5])
     pack = make_pack(tmp_path / "p", model, n=4, concepts=concepts, alert_set="a", alert_threshold=alert)

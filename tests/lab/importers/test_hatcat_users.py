@@ -1,5 +1,4 @@
-"""What a user of HatCat meets: the hierarchy that fits, levels that mean what they meant, room to descend, and their
-own rule where they want it."""
+"""HatCat packs for their users: matching hierarchies, unchanged levels, room to descend, and HatCat's own rule."""
 
 import io
 import json
@@ -62,7 +61,7 @@ KEYS = ["A:0", "B:1", "C:1", "D:2", "E:2"]
 STALE = {"A:0": ["Old:1", "Older:1"]}
 
 
-def test_probes_on_levels_that_nothing_connects_are_refused_with_every_remedy(tmp_path):
+def test_disconnected_levels_are_refused_with_every_remedy(tmp_path):
     probes_of(tmp_path / "lenses/mine", KEYS)
     theirs.write_json(tmp_path / "lenses/mine/pack_info.json", {"source_pack": "first-light"})
     with pytest.raises(ImportRefused, match="only the lowest level would ever be scored") as refused:
@@ -95,7 +94,7 @@ def test_probes_on_levels_that_nothing_connects_are_refused_with_every_remedy(tm
     )
 
 
-def test_without_edges_every_probe_is_scored_and_levels_stay(tmp_path):
+def test_flat_import_scores_every_probe_and_keeps_levels(tmp_path):
     probes_of(tmp_path / "theirs", KEYS)
     theirs.write_hierarchy(tmp_path / "theirs", STALE)
     pack, report = bring(tmp_path / "theirs", tmp_path / "ours", flat=True)
@@ -112,7 +111,7 @@ def test_without_edges_every_probe_is_scored_and_levels_stay(tmp_path):
         bring(tmp_path / "theirs", tmp_path / "no", flat=True, hierarchy=tmp_path / "theirs")
 
 
-def test_a_stale_hierarchy_beside_layer_files_that_fit_is_left_for_them(tmp_path):
+def test_stale_hierarchy_is_ignored_for_matching_layer_files(tmp_path):
     probes_of(tmp_path / "theirs", KEYS)
     theirs.write_hierarchy(tmp_path / "theirs", STALE)
     theirs.write_layer_files(tmp_path / "theirs", TREE)
@@ -127,14 +126,14 @@ def test_a_stale_hierarchy_beside_layer_files_that_fit_is_left_for_them(tmp_path
     )  # what was noted of the other one is gone with it
 
 
-def test_a_stale_hierarchy_is_refused_naming_the_one_beside_the_folder(tmp_path):
+def test_stale_hierarchy_is_refused_and_a_better_one_is_named(tmp_path):
     probes_of(tmp_path / "pack/hierarchy", KEYS)
     theirs.write_hierarchy(tmp_path / "pack/hierarchy", STALE)
     with pytest.raises(
         ImportRefused,
         match=(
             r"hierarchy/hierarchy\.json does not name 4 of the 5 probes \(B:1, C:1, D:2, \.\.\.\): it is the hierarchy"
-            r" of others"
+            r" of other probes"
         ),
     ) as refused:
         bring(tmp_path / "pack/hierarchy", tmp_path / "ours")
@@ -157,7 +156,7 @@ def test_one_probe_in_five_may_be_unlisted(tmp_path):
         bring(tmp_path / "theirs", tmp_path / "more")
 
 
-def test_a_hierarchy_is_a_file_or_a_folder_and_what_is_neither_is_said(tmp_path):
+def test_hierarchy_may_be_a_file_or_folder_and_anything_else_is_refused(tmp_path):
     probes_of(tmp_path / "theirs", KEYS)
     theirs.write_hierarchy(tmp_path / "concepts", TREE)
     (tmp_path / "concepts/hierarchy.json").rename(tmp_path / "concepts/v4.json")
@@ -169,7 +168,7 @@ def test_a_hierarchy_is_a_file_or_a_folder_and_what_is_neither_is_said(tmp_path)
     for given, words in (
         ("concepts", "concepts holds no concepts"),
         ("gone", "gone is not there: give hierarchy.json, or the folder"),
-        ("notes.txt", r"notes\.txt is no \.json file"),
+        ("notes.txt", r"notes\.txt is not a \.json file"),
     ):
         with pytest.raises(ImportRefused, match=words):
             bring(tmp_path / "theirs", tmp_path / "no", hierarchy=tmp_path / given)
@@ -178,7 +177,7 @@ def test_a_hierarchy_is_a_file_or_a_folder_and_what_is_neither_is_said(tmp_path)
 # -- room, dtype, what is read first -------------------------------------------------------------
 
 
-def test_more_base_concepts_than_the_usual_limit_descend(tmp_path):
+def test_many_base_concepts_leave_room_to_descend(tmp_path):
     tree = {f"r{i}:0": [f"a{i}:1", f"b{i}:1"] for i in range(300)} | {f"s{i}:0": [] for i in range(220)}
     keys = [*tree, *(child for children in tree.values() for child in children)]
     (tmp_path / "theirs/probes/activation").mkdir(parents=True)
@@ -205,7 +204,7 @@ def test_more_base_concepts_than_the_usual_limit_descend(tmp_path):
     )
 
 
-def test_a_probe_in_a_bank_is_of_the_level_that_has_none(tmp_path):
+def test_ambiguous_bank_probe_takes_the_level_without_a_file(tmp_path):
     """A's children B:1 and B:2 have one name: a file of its own says which one A's bank holds."""
     keys = ["A:0", "B:1", "B:2"]
     made = modules(["linear"], 3, keys=keys)
@@ -230,7 +229,7 @@ def test_a_probe_in_a_bank_is_of_the_level_that_has_none(tmp_path):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "auto"])
-def test_the_dtype_asked_for_is_the_packs(tmp_path, dtype):
+def test_requested_dtype_is_the_packs(tmp_path, dtype):
     made = {
         key: theirs.module(variant, D, i, torch.bfloat16)
         for i, (key, variant) in enumerate({"A:0": "LayerNorm", "B:0": "plain", "C:0": "linear"}.items())
@@ -250,7 +249,7 @@ def test_the_dtype_asked_for_is_the_packs(tmp_path, dtype):
     )
 
 
-def test_a_dtype_may_be_narrower_and_no_other_is_taken(tmp_path):
+def test_dtype_may_be_narrowed_and_no_other_is_accepted(tmp_path):
     theirs.write_layered(
         tmp_path / "theirs", {"A:0": theirs.module("plain", D, 0), "B:0": theirs.module("plain", D, 1, torch.bfloat16)}
     )
@@ -261,7 +260,7 @@ def test_a_dtype_may_be_narrower_and_no_other_is_taken(tmp_path):
             bring(tmp_path / "theirs", tmp_path / "no", dtype=wrong)
 
 
-def test_what_is_never_scored_is_the_first_line_with_its_remedy(tmp_path):
+def test_never_scored_probes_are_the_first_warning_with_remedies(tmp_path):
     keys = ["Root:0", "Child:1", "Lost:2", "Deep:3"]
     probes_of(tmp_path / "theirs", keys)
     theirs.write_hierarchy(tmp_path / "theirs", {"Root:0": ["Child:1"], "Lost:2": ["Deep:3"]})
@@ -308,7 +307,7 @@ def seed_rule(children, base, score, n_tokens, *, threshold, keep_top_k):
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_with_two_settings_a_manager_scores_what_their_rule_scores(tmp_path, seed):
+def test_manager_can_reproduce_the_hatcat_rule_with_two_settings(tmp_path, seed):
     rng = np.random.default_rng(seed)
     keys, tree = forest(rng, 14, 260)
     made = probes_of(tmp_path / "theirs", keys)
@@ -369,7 +368,7 @@ def by_score(pack, scores, most):
     ]
 
 
-def test_a_pack_without_thresholds_shows_its_best_ranked_concepts_and_says_that_they_do_not_fire(watched):
+def test_pack_without_thresholds_ranks_concepts_and_says_none_fire(watched):
     model, tokens, mute, _ = watched
     manager = DynamicProbeManager(mute, impl="reference", strategy="descent")
     wide, plain = (
@@ -393,9 +392,7 @@ def test_a_pack_without_thresholds_shows_its_best_ranked_concepts_and_says_that_
     )
     wide.print(live.render())
     shown = wide.export_text()
-    assert (
-        "ranked, not firing where there is no alert" in shown and shown.count("not firing") > 5 and "nan" not in shown
-    )
+    assert "ranked, not firing if there is no alert" in shown and shown.count("not firing") > 5 and "nan" not in shown
     summary(plain, result, [])
     text = plain.export_text()
     best = result.top(1, phase="generated")[0]
@@ -406,7 +403,7 @@ def test_a_pack_without_thresholds_shows_its_best_ranked_concepts_and_says_that_
     )
 
 
-def test_beside_a_pack_with_thresholds_only_the_other_is_ranked(watched):
+def test_only_packs_without_thresholds_are_ranked_in_a_group(watched):
     model, tokens, mute, rated = watched
     manager = DynamicProbeManager([mute, rated], impl="reference", strategy="descent")
     console = Console(width=200, record=True, file=io.StringIO())
@@ -434,8 +431,9 @@ def test_beside_a_pack_with_thresholds_only_the_other_is_ranked(watched):
 # -- their page ----------------------------------------------------------------------------------
 
 
-def test_every_example_of_their_page_runs_and_says_what_the_page_says(tmp_path, monkeypatch, capsys):
-    page = (Path(__file__).parents[3] / "docs/hatcat.md").read_text(encoding="utf-8")
+def test_every_example_of_the_hatcat_page_runs_with_the_shown_output(tmp_path, monkeypatch, capsys):
+    page = (Path(__file__).parents[3] / "docs/importers.md").read_text(encoding="utf-8")
+    page = page.split("\n## HatCat details\n")[1]
     blocks = re.findall(r"```sh\n(.*?)```", page, flags=re.DOTALL)
     commands = [line for block in blocks for line in block.replace("\\\n", " ").splitlines()]
     host = tmp_path / "host"
@@ -492,7 +490,7 @@ def test_every_example_of_their_page_runs_and_says_what_the_page_says(tmp_path, 
         }
 
 
-def test_what_is_never_scored_is_the_first_line_of_the_command(tmp_path, monkeypatch, capsys):
+def test_never_scored_probes_are_the_first_line_of_the_command(tmp_path, monkeypatch, capsys):
     probes_of(tmp_path / "theirs", KEYS)
     for extra in ([], ["--json"]):
         monkeypatch.setattr(
@@ -524,7 +522,7 @@ def test_what_is_never_scored_is_the_first_line_of_the_command(tmp_path, monkeyp
         )
 
 
-def test_concepts_that_the_hierarchy_lists_without_edges_are_named(tmp_path):
+def test_concepts_listed_without_edges_belong_to_the_hierarchy(tmp_path):
     """Roots without children, as `{"Name:0": []}`: they are in the hierarchy, so it is that of the probes."""
     from probemon.lab.importers.hatcat_report import KINDS
     from probemon.lab.importers.hatcat_tree import node_of, read_graph

@@ -1,6 +1,4 @@
-"""What no file says is asked for, and what cannot be is refused: in one typed error that names it, before anything is
-written.
-"""
+"""Missing or invalid import arguments are one typed error that names them, before anything is written."""
 
 import itertools
 import json
@@ -81,7 +79,7 @@ ALL = {**UNSAID, **SAID}
 
 
 @pytest.mark.parametrize("source", UNSAID)
-def test_a_normalisation_that_no_file_says_must_be_given(place, tmp_path, source):
+def test_unrecorded_normalisation_must_be_given(place, tmp_path, source):
     needed, run = UNSAID[source]
     for wrong in ({}, {"normalize": None}, {"normalize": "zscore"}, {"normalize": ""}):
         with pytest.raises(ImportRefused, match="'none', 'layernorm', 'rmsnorm'"):
@@ -94,7 +92,7 @@ def test_a_normalisation_that_no_file_says_must_be_given(place, tmp_path, source
         ] == norm
 
 
-def test_a_mapping_may_say_the_normalisation(place, tmp_path):
+def test_mapping_may_give_the_normalisation(place, tmp_path):
     for said, given, norm in (
         ("rmsnorm", {}, "rmsnorm"),
         ("rmsnorm", {"normalize": "none"}, "none"),
@@ -106,7 +104,7 @@ def test_a_mapping_may_say_the_normalisation(place, tmp_path):
 
 
 @pytest.mark.parametrize("source", ALL)
-def test_an_option_that_there_is_not_is_told_with_those_that_there_are(place, tmp_path, source):
+def test_unknown_option_lists_the_existing_ones(place, tmp_path, source):
     needed, run = ALL[source]
     norm = {"normalize": "none"} if source in UNSAID else {}
     with pytest.raises(
@@ -169,7 +167,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("message", WRONG)
-def test_an_argument_of_the_wrong_kind_is_one_error_that_names_it(place, tmp_path, message):
+def test_invalid_argument_is_one_error_that_names_it(place, tmp_path, message):
     with pytest.raises((ImportRefused, ConfigError), match=message):
         WRONG[message](place, tmp_path / "pack")
     assert not list(tmp_path.iterdir())
@@ -189,7 +187,7 @@ def test_an_argument_of_the_wrong_kind_is_one_error_that_names_it(place, tmp_pat
         {"notes": [object()]},
     ],
 )
-def test_an_option_of_the_wrong_kind_is_refused(place, tmp_path, option):
+def test_invalid_option_type_is_refused(place, tmp_path, option):
     with pytest.raises((ImportRefused, ConfigError, ValueError), match=f"{next(iter(option))}|JSON"):
         import_weights({"a": (WEIGHT, 0.0)}, tmp_path / "pack", **WEIGHTS, **option)
     assert not list(tmp_path.iterdir())
@@ -199,7 +197,7 @@ def test_an_option_of_the_wrong_kind_is_refused(place, tmp_path, option):
 
 
 @pytest.mark.parametrize("threshold", [1, 1.0, 2, -0.1, 1 - 2**-26, 1e200])
-def test_a_threshold_that_no_score_or_every_score_is_over_is_refused(place, tmp_path, threshold):
+def test_threshold_that_no_score_or_every_score_exceeds_is_refused(place, tmp_path, threshold):
     mapping = {
         **MAPPING,
         "normalize": "none",
@@ -210,7 +208,7 @@ def test_a_threshold_that_no_score_or_every_score_is_over_is_refused(place, tmp_
     assert not list(tmp_path.iterdir())
 
 
-def test_a_name_in_a_mapping_is_not_empty(place, tmp_path):
+def test_empty_name_in_a_mapping_is_refused(place, tmp_path):
     mapping = {**MAPPING, "normalize": "none", "probes": {"x": {"weight": "w", "bias": "b", "name": ""}}}
     with pytest.raises(ImportRefused, match="'x': 'name' is empty: give one, or leave it out"):
         import_safetensors(place / "w.safetensors", tmp_path / "pack", mapping=mapping)
@@ -218,7 +216,7 @@ def test_a_name_in_a_mapping_is_not_empty(place, tmp_path):
 
 
 @pytest.mark.parametrize("threshold", [0, 0.9, 1 - 2**-24])
-def test_a_threshold_that_is_taken_can_be_exceeded(place, tmp_path, threshold):
+def test_accepted_threshold_can_be_exceeded(place, tmp_path, threshold):
     mapping = {
         **MAPPING,
         "normalize": "none",
@@ -232,14 +230,14 @@ def test_a_threshold_that_is_taken_can_be_exceeded(place, tmp_path, threshold):
 
 
 @pytest.mark.parametrize("sharpness", [0, -1.0, 1e-30, 9e-4, 1001, 1e30, float("inf"), float("nan"), True])
-def test_a_sharpness_under_which_scores_cannot_differ_is_refused(place, tmp_path, sharpness):
+def test_sharpness_that_saturates_scores_is_refused(place, tmp_path, sharpness):
     with pytest.raises(ImportRefused, match=r"sharpness is .*: give a number from 0.001 to 1000"):
         import_sae(place / "sae", tmp_path / "pack", sharpness=sharpness)
     assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("sharpness", [1e-3, 1e3])
-def test_probes_of_the_least_and_the_most_sharpness_fire_where_features_are_active(tmp_path, sharpness):
+def test_least_and_greatest_sharpness_fire_exactly_on_active_features(tmp_path, sharpness):
     encode = foreign.sae(tmp_path / "sae", "jumprelu")
     x = foreign.states(500)
     pack, active = import_sae(tmp_path / "sae", tmp_path / "pack", sharpness=sharpness), encode(x) > 0
@@ -261,7 +259,7 @@ def test_probes_of_the_least_and_the_most_sharpness_fire_where_features_are_acti
     ],
     ids=["range", "count", "repeat"],
 )
-def test_features_are_looked_at_one_by_one(place, tmp_path, features, message):
+def test_requested_features_are_validated_one_by_one(place, tmp_path, features, message):
     with pytest.raises(ImportRefused, match=message):
         import_sae(place / "sae", tmp_path / "pack", features=features)
     kept = import_sae(
@@ -282,7 +280,7 @@ def test_features_are_looked_at_one_by_one(place, tmp_path, features, message):
     ],
     ids=["int64", "complex", "bool", "float8", "complex array", "complex list"],
 )
-def test_weights_of_other_kinds_than_floats_are_told_by_their_dtype(tmp_path, value):
+def test_weights_of_non_float_dtypes_are_reported(tmp_path, value):
     with pytest.raises(
         ImportRefused, match=r"a: a weight or bias is torch\.(int64|complex|bool|float8)\w*, expected float16"
     ):
@@ -296,7 +294,7 @@ def test_weights_of_other_kinds_than_floats_are_told_by_their_dtype(tmp_path, va
     assert not list(tmp_path.iterdir())
 
 
-def test_a_probe_without_layers_is_told_so(place, tmp_path):
+def test_probe_without_layers_is_reported(place, tmp_path):
     with pytest.raises(ImportRefused, match="a: it has no layers: give weight and bias"):
         import_weights({"a": []}, tmp_path / "pack", **WEIGHTS)
     with pytest.raises(ImportRefused, match="x: it has no layers: give weight and bias"):
@@ -312,28 +310,28 @@ def test_a_probe_without_layers_is_told_so(place, tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["logistic", "mass_mean", "mlp", "eemlp"])
-def test_a_tensor_that_a_probelab_probe_does_not_have_is_refused(tmp_path, kind):
+def test_unknown_tensor_in_a_probelab_probe_is_refused(tmp_path, kind):
     getattr(foreign, f"probelab_{kind}")(tmp_path / "p.pt")
     assert import_probelab(tmp_path / "p.pt", tmp_path / "fine", **WEIGHTS).n_probes == 1
     saved = torch.load(tmp_path / "p.pt", weights_only=True)
     saved["state_dict"]["temperature"] = torch.tensor([2.0])
     torch.save(saved, tmp_path / "p.pt")
     with pytest.raises(
-        ImportRefused, match=r"p\.pt holds temperature beside .*: what that does to a score is not known"
+        ImportRefused, match=r"p\.pt holds temperature in addition to .*: its effect on a score is unknown"
     ):
         import_probelab(tmp_path / "p.pt", tmp_path / "pack", **WEIGHTS)
 
 
-def test_a_tensor_that_a_hallucination_head_does_not_have_is_refused(tmp_path):
+def test_unknown_tensor_in_a_hallucination_head_is_refused(tmp_path):
     foreign.hallucination_head(tmp_path / "head", file="probe_head.safetensors")
     path = tmp_path / "head/probe_head.safetensors"
     save_file({**load_file(path), "norm.weight": torch.ones(D)}, path)
-    with pytest.raises(ImportRefused, match=r"holds norm\.weight beside weight, bias"):
+    with pytest.raises(ImportRefused, match=r"holds norm\.weight in addition to weight, bias"):
         import_head(tmp_path / "head", tmp_path / "pack", normalize="none")
 
 
 @pytest.mark.parametrize("length", [5.0, 0.98, 0.0])
-def test_a_steerkit_direction_of_another_length_than_1_is_refused(tmp_path, length):
+def test_steerkit_direction_without_unit_length_is_refused(tmp_path, length):
     path = tmp_path / "p.safetensors"
     foreign.steerkit_probe(path)
     from safetensors import safe_open
@@ -342,9 +340,7 @@ def test_a_steerkit_direction_of_another_length_than_1_is_refused(tmp_path, leng
         metadata = file.metadata()
     tensors = load_file(path)
     save_file({**tensors, "direction.logistic": length * tensors["direction.logistic"]}, path, metadata=metadata)
-    with pytest.raises(
-        ImportRefused, match=rf"direction\.logistic has length {length:g}, where steerkit saves length 1"
-    ):
+    with pytest.raises(ImportRefused, match=rf"direction\.logistic has length {length:g}, but steerkit saves length 1"):
         import_steerkit(path, tmp_path / "pack", scale=3.0)
     save_file(
         {name: tensor.bfloat16() for name, tensor in tensors.items()}, path, metadata=metadata
@@ -361,7 +357,7 @@ def test_a_steerkit_direction_of_another_length_than_1_is_refused(tmp_path, leng
         {"hook_name": "blocks.2.hook_mlp_out"},
     ],
 )
-def test_a_steerkit_file_that_contradicts_itself_is_refused(tmp_path, changes):
+def test_contradictory_steerkit_file_is_refused(tmp_path, changes):
     foreign.steerkit_probe(tmp_path / "p.safetensors", **changes)
     with pytest.raises(
         ImportRefused,
@@ -384,14 +380,14 @@ def sae_at(folder, hook, model):
 
 
 @pytest.mark.parametrize("part", ["attn_out", "mlp_out"])
-def test_what_is_added_to_the_stream_is_a_site_only_in_hosts_that_add_it_as_it_is(tmp_path, part):
+def test_attention_and_mlp_outputs_are_sites_only_in_plain_residual_models(tmp_path, part):
     known = sae_at(tmp_path / "known", f"blocks.3.hook_{part}", "EleutherAI/pythia-70m-deduped")
     assert import_sae(known, tmp_path / "pack").sites == [f"{part}.3"]
     assert import_sae(known, tmp_path / "given", site=f"{part}.3").sites == [f"{part}.3"]
     other = sae_at(tmp_path / "other", f"blocks.3.hook_{part}", "my-own-model")
     with pytest.raises(
         ImportRefused,
-        match=f"of my-own-model it is not known here whether it has one: give site='{part}.3' where it has none",
+        match=f"it is not known here whether my-own-model has one: give site='{part}.3' if it has none",
     ):
         import_sae(other, tmp_path / "no")
     assert import_sae(other, tmp_path / "said", site=f"{part}.3").sites == [f"{part}.3"]
@@ -430,7 +426,7 @@ HOSTS = [
 
 
 @pytest.mark.parametrize(("family", "name", "settings"), HOSTS, ids=[host[0] for host in HOSTS])
-def test_the_hosts_that_add_what_their_parts_give_are_those(family, name, settings):
+def test_listed_families_add_block_outputs_unchanged(family, name, settings):
     """A block's output is its input and what attention and feed-forward give, where nothing stands between: measured,
     of each family that is listed.
     """

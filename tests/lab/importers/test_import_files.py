@@ -1,6 +1,4 @@
-"""Files of other projects become probes whose scores are those of a plain fp64 evaluation of what is in them; each
-format as its own project writes it.
-"""
+"""Probes imported from other projects' files score as a plain fp64 evaluation of those files."""
 
 import hashlib
 import json
@@ -71,7 +69,7 @@ def test_probelab_probes_score_as_they_predict(tmp_path):
     close(column(alone, "a lie"), expected["lie"](X))
 
 
-def test_files_of_one_name_each_have_their_hash(tmp_path):
+def test_files_of_equal_name_each_have_their_hash(tmp_path):
     files = {name: tmp_path / name / "probe.pt" for name in ("lie", "mean")}
     foreign.probelab_logistic(files["lie"])
     foreign.probelab_mass_mean(files["mean"])
@@ -88,7 +86,7 @@ def test_probelab_probes_of_several_tokens_are_refused_by_name(tmp_path, kind):
     assert not (tmp_path / "pack").exists()
 
 
-def test_probelab_networks_that_a_pack_cannot_hold_are_refused(tmp_path):
+def test_unsupported_probelab_networks_are_refused(tmp_path):
     foreign.probelab_mlp(tmp_path / "gelu.pt", activation="gelu")
     with pytest.raises(ImportRefused, match="activation 'gelu'"):
         import_probelab(tmp_path / "gelu.pt", tmp_path / "pack", **READ)
@@ -102,7 +100,7 @@ class Evil:
         return exec, ("raise SystemExit('the file was executed')",)
 
 
-def test_malicious_probes_are_refused_by_what_they_would_run(tmp_path):
+def test_malicious_probes_are_refused_naming_what_they_would_run(tmp_path):
     torch.save({"class": "Logistic", "init_kwargs": Evil()}, tmp_path / "evil.pt")
     with pytest.raises(ImportRefused, match="exec"):
         import_probelab(tmp_path / "evil.pt", tmp_path / "pack", **READ)
@@ -160,7 +158,7 @@ def test_probekit_probes_score_as_their_sigmoid(tmp_path):
     close(column(import_file(tmp_path / "scaled.json", tmp_path / "one", **READ), "scaled"), said["scaled"][1](X))
 
 
-def test_probekit_probes_that_are_none_are_refused(tmp_path):
+def test_invalid_probekit_probes_are_refused(tmp_path):
     probe, _ = foreign.probekit_dict()
     bad = {
         "2 rows, of classes": {**probe, "weights": [[0.0] * D] * 2},
@@ -194,7 +192,7 @@ def test_probekit_probes_that_are_none_are_refused(tmp_path):
 # -- steerkit ------------------------------------------------------------------------------------
 
 
-def test_steerkit_probes_score_as_their_fits_at_the_lost_length(tmp_path):
+def test_steerkit_probes_score_as_their_fits_at_the_given_scale(tmp_path):
     folder = tmp_path / "probes"
     score = {
         "refusal": foreign.steerkit_probe(folder / "refusal.safetensors"),
@@ -218,7 +216,7 @@ def test_steerkit_probes_score_as_their_fits_at_the_lost_length(tmp_path):
     raw = import_steerkit(folder, tmp_path / "raw", scale=1.0, bias=False, method="diff_of_means")
     for name, expected in score.items():
         close(column(raw, name), expected(X, method="diff_of_means", scale=1.0, shift=False))
-    assert "are no probabilities" in (tmp_path / "raw/README.md").read_text()
+    assert "are not probabilities" in (tmp_path / "raw/README.md").read_text()
     before = import_steerkit({"pre": foreign_pre(tmp_path)}, tmp_path / "pre", scale=1.0, site="resid_post.1")
     assert before.sites == ["resid_post.1"]
 
@@ -228,7 +226,7 @@ def foreign_pre(tmp_path):
     return tmp_path / "pre.safetensors"
 
 
-def test_steerkit_probes_of_no_site_or_of_classes_are_refused(tmp_path):
+def test_steerkit_probes_without_a_site_or_with_classes_are_refused(tmp_path):
     def refused(message, scale=1.0, **changes):
         more = {name: changes.pop(name) for name in ("method", "site") if name in changes}
         foreign.steerkit_probe(tmp_path / "p.safetensors", **changes)
@@ -252,7 +250,7 @@ def test_steerkit_probes_of_no_site_or_of_classes_are_refused(tmp_path):
     refused("scale is 0", scale=0)
     refused("scale is given for", scale={"q": 1.0})
     foreign.steerkit_probe(tmp_path / "q.safetensors", model_id="other")
-    with pytest.raises(ImportRefused, match="different hosts"):
+    with pytest.raises(ImportRefused, match="different models"):
         import_steerkit(
             {"p": tmp_path / "p.safetensors", "q": tmp_path / "q.safetensors"}, tmp_path / "pack", scale=1.0
         )
@@ -267,7 +265,7 @@ def test_steerkit_probes_of_no_site_or_of_classes_are_refused(tmp_path):
 
 @pytest.mark.parametrize("norm", ["none", "layer_norm", "constant_norm_rescale"])
 @pytest.mark.parametrize("architecture", ["standard", "jumprelu", "gated", "transcoder", "jumprelu_transcoder"])
-def test_sae_probes_fire_exactly_where_features_are_active(tmp_path, architecture, norm):
+def test_sae_probes_fire_exactly_if_features_are_active(tmp_path, architecture, norm):
     encode = foreign.sae(tmp_path / "sae", architecture, normalize_activations=norm)
     pack = import_sae(tmp_path / "sae", tmp_path / "pack")
     x = foreign.states(500)
@@ -294,7 +292,7 @@ def test_sae_probes_fire_exactly_where_features_are_active(tmp_path, architectur
     ]
 
 
-def test_some_features_under_their_names(tmp_path):
+def test_selected_sae_features_keep_their_names(tmp_path):
     encode = foreign.sae(tmp_path / "sae", apply_b_dec_to_input=False)
     pack = import_sae(
         tmp_path / "sae", tmp_path / "pack", features=[7, 2], names={2: "cats"}, sharpness=0.1, name="mine"
@@ -318,7 +316,7 @@ def test_some_features_under_their_names(tmp_path):
         )
 
 
-def test_an_sae_over_states_without_their_mean_reads_states_with_it(tmp_path):
+def test_sae_on_centered_states_scores_uncentered_states(tmp_path):
     x = X.double()
     for norm, given in (
         ("none", {"model_from_pretrained_kwargs": {"center_writing_weights": True}}),
@@ -331,7 +329,7 @@ def test_an_sae_over_states_without_their_mean_reads_states_with_it(tmp_path):
         close(scores(pack)[expected > 0], torch.sigmoid(0.05 * expected[expected > 0]))
 
 
-def test_sae_in_bf16_stays_bf16_and_scaled_activations_need_their_scale(tmp_path):
+def test_bf16_sae_stays_bf16_and_scaled_activations_need_their_scale(tmp_path):
     encode = foreign.sae(tmp_path / "half", dtype=torch.bfloat16)
     pack = import_sae(tmp_path / "half", tmp_path / "half pack")
     expected = encode(X.bfloat16())
@@ -346,14 +344,14 @@ def test_sae_in_bf16_stays_bf16_and_scaled_activations_need_their_scale(tmp_path
     close(scores(pack)[expected > 0], torch.sigmoid(0.1 * expected[expected > 0]))
 
 
-def test_sae_files_of_old_have_all_in_one_place(tmp_path):
+def test_old_sae_config_format_is_read(tmp_path):
     folder = tmp_path / "old"
     encode = foreign.sae(folder)
     said = json.loads((folder / "cfg.json").read_text())
     said |= {"hook_point": "blocks.3.hook_resid_post", "normalize_activations": False, "activation_fn_str": "relu"}
     del said["metadata"], said["architecture"]
     (folder / "cfg.json").write_text(json.dumps(said))
-    with pytest.raises(ImportRefused, match="does not say how the host was loaded: give centered=False"):
+    with pytest.raises(ImportRefused, match="does not say how the model was loaded: give centered=False"):
         import_sae(folder, tmp_path / "pack")
     pack = import_sae(folder, tmp_path / "pack", centered=False, sharpness=0.1)
     assert pack.sites == ["resid_post.3"]
@@ -377,7 +375,7 @@ def test_sae_files_of_old_have_all_in_one_place(tmp_path):
         ({"apply_b_dec_to_input": "yes"}, "'apply_b_dec_to_input' is 'yes'"),
     ],
 )
-def test_what_no_probe_can_do_of_an_encoder_is_refused(tmp_path, changes, message):
+def test_unsupported_sae_encoders_are_refused(tmp_path, changes, message):
     foreign.sae(tmp_path / "sae")
     said = json.loads((tmp_path / "sae/cfg.json").read_text())
     if isinstance(changes.get("metadata"), dict):
@@ -388,7 +386,7 @@ def test_what_no_probe_can_do_of_an_encoder_is_refused(tmp_path, changes, messag
     assert not (tmp_path / "pack").exists()
 
 
-def test_a_threshold_that_the_stated_architecture_does_not_use_is_refused(tmp_path):
+def test_threshold_unused_by_the_sae_architecture_is_refused(tmp_path):
     foreign.sae(tmp_path / "sae", architecture="jumprelu")
     said = json.loads((tmp_path / "sae/cfg.json").read_text())
     (tmp_path / "sae/cfg.json").write_text(json.dumps({**said, "architecture": "standard"}))
@@ -396,7 +394,7 @@ def test_a_threshold_that_the_stated_architecture_does_not_use_is_refused(tmp_pa
         import_sae(tmp_path / "sae", tmp_path / "pack")
 
 
-def test_wrong_requests_of_an_sae_are_refused(tmp_path):
+def test_invalid_sae_requests_are_refused(tmp_path):
     foreign.sae(tmp_path / "sae")
     for message, more in {
         "no feature 9": {"features": [9]},
@@ -420,7 +418,7 @@ def test_wrong_requests_of_an_sae_are_refused(tmp_path):
         import_sae(tmp_path / "sae", tmp_path / "pack")
 
 
-def test_wide_saes_are_scored_whole_at_every_token(tmp_path):
+def test_wide_saes_are_scored_completely_at_every_token(tmp_path):
     foreign.sae(tmp_path / "sae", n_features=601)
     pack = import_sae(tmp_path / "sae", tmp_path / "pack")
     assert DynamicProbeManager(pack).score_tokens(X[:3]).coverage.active.tolist() == [601] * 3
@@ -432,7 +430,7 @@ def test_wide_saes_are_scored_whole_at_every_token(tmp_path):
 @pytest.mark.parametrize(
     ("dtype", "file"), [(torch.bfloat16, "probe_head.bin"), (torch.float32, "probe_head.safetensors")]
 )
-def test_hallucination_heads_score_as_they_are(tmp_path, dtype, file):
+def test_hallucination_heads_score_as_the_originals(tmp_path, dtype, file):
     score = foreign.hallucination_head(tmp_path / "head", dtype=dtype, file=file, lora=dtype == torch.bfloat16)
     pack = import_head(tmp_path / "head", tmp_path / "pack", normalize="none", model="org/host")
     assert (
@@ -495,7 +493,7 @@ def test_probes_of_every_shape_are_embedded_exactly(tmp_path, others):
         close(column(pack, name), evaluated(layers, X))
 
 
-def test_arrays_tensors_and_numbers_are_weights(tmp_path):
+def test_weights_may_be_tensors_arrays_lists_and_numbers(tmp_path):
     weight = foreign.random(D, seed=3)
     probes = {
         "tensor": (weight, torch.tensor(0.5)),
@@ -514,16 +512,16 @@ def test_arrays_tensors_and_numbers_are_weights(tmp_path):
     assert half.dtype == torch.bfloat16 and torch.equal(half.weights["w1"][0, 0], weight.bfloat16())
 
 
-def test_a_site_that_the_host_lacks_is_refused(tmp_path):
+def test_site_that_the_model_lacks_is_refused(tmp_path):
     for site, n_layers in (("resid_post.3", 3), ("mlp_out.40", 12)):
-        with pytest.raises(ImportRefused, match=rf"{site}' is not of a host of {n_layers} layers, 0 to {n_layers - 1}"):
+        with pytest.raises(ImportRefused, match=rf"{site}' exceeds a model of {n_layers} layers, 0 to {n_layers - 1}"):
             import_weights(
                 {"a": (torch.ones(D), 0.0)}, tmp_path / "pack", site=site, normalize="none", n_layers=n_layers
             )
     assert not list(tmp_path.iterdir())
 
 
-def test_weights_that_are_none_are_refused(tmp_path):
+def test_invalid_weights_are_refused(tmp_path):
     w = foreign.random(D)
     bad = {
         "do not follow one another": [(torch.ones(3, D), torch.ones(3)), (torch.ones(1, 4), torch.ones(1))],
@@ -634,8 +632,8 @@ LIE = {"weight": "head.weight", "bias": "head.bias"}
         ({"probes": {"x": {"weight": "many.weight", "bias": "head.bias", "row": 0}}}, "has 5 rows, its bias 1 values"),
         ({"probes": {"x": {**LIE, "layers": []}}}, "'weight'.*or 'layers'"),
         ({"probes": {"x": {}}}, "'weight'.*or 'layers'"),
-        ({"probes": {"x": {"layers": [LIE], "bias": "head.bias"}}}, "'bias' stands beside 'layers'"),
-        ({"probes": {"x": {"layers": [LIE], "row": 0}}}, "'row' stands beside 'layers'"),
+        ({"probes": {"x": {"layers": [LIE], "bias": "head.bias"}}}, "'bias' is next to 'layers'"),
+        ({"probes": {"x": {"layers": [LIE], "row": 0}}}, "'row' is next to 'layers'"),
         ({"probes": {"x": {**LIE, "alert_threshold": 10**400}}}, "not a finite number"),
         ({"probes": {"x": {**LIE, "parents": [["y"]]}}}, "'parents' is"),
         ({"standardize": {"mean": "mean", "scale": "nothing"}}, "no tensor 'nothing'"),
@@ -645,21 +643,21 @@ LIE = {"weight": "head.weight", "bias": "head.bias"}
         ({"normalize": "batchnorm"}, "normalize is 'batchnorm'"),
     ],
 )
-def test_mappings_that_cannot_be_followed_are_refused(tmp_path, changes, message):
+def test_invalid_mappings_are_refused(tmp_path, changes, message):
     mapped(tmp_path, **changes)
     with pytest.raises(ImportRefused, match=message):
         import_safetensors(tmp_path / "heads.safetensors", tmp_path / "pack", mapping=tmp_path / "heads.json")
     assert not (tmp_path / "pack").exists()
 
 
-def test_a_parent_that_is_no_probe_and_a_cycle_are_errors_of_the_hierarchy(tmp_path):
+def test_unknown_parents_and_cycles_are_hierarchy_errors(tmp_path):
     for probes in ({"x": {**LIE, "parents": ["y"]}}, {"x": {**LIE, "parents": ["y"]}, "y": {**LIE, "parents": ["x"]}}):
         mapped(tmp_path, probes=probes)
         with pytest.raises(HierarchyError):
             import_safetensors(tmp_path / "heads.safetensors", tmp_path / "pack", mapping=tmp_path / "heads.json")
 
 
-def test_damaged_and_too_large_files_are_refused_before_they_are_read(tmp_path, monkeypatch):
+def test_damaged_and_oversized_files_are_refused_before_reading(tmp_path, monkeypatch):
     mapped(tmp_path)
     whole = (tmp_path / "heads.safetensors").read_bytes()
     for bad in (b"", whole[:50], whole[:-10], b"\xff" * 8 + whole[8:]):
@@ -679,7 +677,7 @@ def test_damaged_and_too_large_files_are_refused_before_they_are_read(tmp_path, 
     assert not (tmp_path / "pack").exists()
 
 
-def test_a_flat_pack_is_a_pack_like_any_other(tmp_path):
+def test_flat_pack_behaves_like_any_pack(tmp_path):
     pack = import_weights(
         {"a": (foreign.random(D), 0.0), "b": (foreign.random(D, seed=1), 0.0)},
         tmp_path / "pack",
@@ -695,7 +693,7 @@ def test_a_flat_pack_is_a_pack_like_any_other(tmp_path):
     assert pack.find("b") == 1
 
 
-def test_what_is_read_takes_no_more_memory_than_is_said(tmp_path):
+def test_reading_uses_no_more_memory_than_stated(tmp_path):
     """Of JSON the dearest found: objects within objects, a letter that makes every other as wide, and one that is
     written as an escape.
     """

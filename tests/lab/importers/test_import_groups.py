@@ -1,4 +1,4 @@
-"""Several outputs of one head as a softmax group, from memory and from a file with a mapping."""
+"""Several outputs of one head are imported as a softmax group."""
 
 import json
 
@@ -28,7 +28,7 @@ def found(pack, names):
     return everything[:, [pack.find(name) for name in names]]
 
 
-def test_probes_in_memory_that_exclude_one_another(tmp_path):
+def test_weights_in_memory_may_form_a_softmax_group(tmp_path):
     probes = {name: (WEIGHT[i], BIAS[i]) for i, name in enumerate(MOODS)} | {"whale": (WEIGHT[0], 0.0)}
     pack = import_weights(probes, tmp_path / "pack", site="resid_post.1", normalize="none", groups={"mood": MOODS})
     assert np.abs(found(pack, MOODS) - shares(STATES)).max() < 1e-6
@@ -36,7 +36,7 @@ def test_probes_in_memory_that_exclude_one_another(tmp_path):
     assert pack.manifest["format_version"] == 2
 
 
-def test_rows_of_one_tensor_by_a_mapping(tmp_path):
+def test_mapping_makes_a_softmax_group_of_one_tensors_rows(tmp_path):
     tensors = {"w": WEIGHT, "b": BIAS, "mean": MEAN, "std": SCALE}
     save_file({name: torch.from_numpy(values) for name, values in tensors.items()}, tmp_path / "mood.safetensors")
     rows = {name: {"weight": "w", "bias": "b", "row": i, "group": "mood"} for i, name in enumerate(MOODS)}
@@ -59,7 +59,7 @@ def test_rows_of_one_tensor_by_a_mapping(tmp_path):
         (["calm", "sad"], "groups is a list: give a dict"),
     ],
 )
-def test_groups_that_cannot_be_are_refused_by_name(tmp_path, groups, why):
+def test_invalid_groups_are_refused_by_name(tmp_path, groups, why):
     probes = {name: (WEIGHT[i], BIAS[i]) for i, name in enumerate(MOODS)}
     with pytest.raises(ImportRefused, match=why):
         import_weights(probes, tmp_path / "pack", site="resid_post.1", normalize="none", groups=groups)

@@ -1,6 +1,4 @@
-"""Packs in HatCat's format become packs of ours: the same scores, every concept accounted for, nothing run that a file
-holds.
-"""
+"""HatCat packs are imported with equal scores and every concept, without executing their files."""
 
 import contextlib
 import json
@@ -68,7 +66,7 @@ GENERATIONS = {
 
 @pytest.mark.parametrize("tree", ["hierarchy.json", "layer files", "elsewhere"])
 @pytest.mark.parametrize("generation", GENERATIONS)
-def test_every_generation_gives_every_probe_its_scores_and_its_place(tmp_path, generation, tree):
+def test_every_format_generation_keeps_scores_and_hierarchy(tmp_path, generation, tree):
     folder, probes = tmp_path / "theirs", modules(VARIANTS["mixed"], D)
     folder.mkdir()
     GENERATIONS[generation](folder, probes)
@@ -98,7 +96,7 @@ def test_every_generation_gives_every_probe_its_scores_and_its_place(tmp_path, g
 
 @pytest.mark.parametrize("normalize", ["none", "layernorm"])
 @pytest.mark.parametrize("variants", VARIANTS)
-def test_fp32_scores_are_those_of_the_saved_modules(tmp_path, variants, normalize):
+def test_fp32_scores_equal_the_saved_modules(tmp_path, variants, normalize):
     probes = modules(VARIANTS[variants], D)
     theirs.write_layered(tmp_path / "theirs", probes)
     theirs.write_hierarchy(tmp_path / "theirs")
@@ -115,7 +113,7 @@ def test_fp32_scores_are_those_of_the_saved_modules(tmp_path, variants, normaliz
 
 @pytest.mark.parametrize("normalize", ["none", "layernorm"])
 @pytest.mark.parametrize("variants", VARIANTS)
-def test_bf16_stays_bf16_and_its_scores_are_those_of_the_rounded_state(tmp_path, variants, normalize):
+def test_bf16_stays_bf16_and_scores_as_the_rounded_state(tmp_path, variants, normalize):
     probes = modules(VARIANTS[variants], D, torch.bfloat16)
     theirs.write_layered(tmp_path / "theirs", probes)
     theirs.write_hierarchy(tmp_path / "theirs")
@@ -135,7 +133,7 @@ def test_bf16_stays_bf16_and_its_scores_are_those_of_the_rounded_state(tmp_path,
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_weights_that_need_no_folding_are_kept_bit_for_bit(tmp_path, dtype):
+def test_unfolded_weights_are_kept_bit_identical(tmp_path, dtype):
     probes = modules(VARIANTS["plain"], D, dtype)
     theirs.write_layered(tmp_path / "theirs", probes)
     theirs.write_hierarchy(tmp_path / "theirs")
@@ -168,14 +166,14 @@ def test_probes_of_several_widths_and_dtypes_go_into_one_pack_exactly(tmp_path):
     }
 
 
-def test_a_linear_probe_beside_the_narrowest_perceptron_is_exact(tmp_path):
+def test_linear_probe_with_the_narrowest_perceptron_is_exact(tmp_path):
     probes = {"A:0": theirs.module("plain", D, 0, widths=(1, 1)), "B:0": theirs.module("linear", D, 1)}
     theirs.write_layered(tmp_path / "theirs", probes)
     pack, _ = bring(tmp_path / "theirs", tmp_path / "ours")
     assert str(pack.architecture) == "2-2-1" and error(pack, probes, states(), "none") < 1e-6
 
 
-def test_a_layernorm_of_a_layernorm_is_folded_exactly_where_its_eps_matters(tmp_path):
+def test_nested_layernorm_is_folded_exactly_at_small_eps(tmp_path):
     """States so small that both eps count: a second LayerNorm taken for the first one would be far off."""
     probes = {"A:0": theirs.module("LayerNorm", D, 4)}
     theirs.write_layered(tmp_path / "theirs", probes)
@@ -188,7 +186,7 @@ def test_a_layernorm_of_a_layernorm_is_folded_exactly_where_its_eps_matters(tmp_
     assert error(once, probes, hidden, "layernorm") > 0.01
 
 
-def test_what_no_file_records_must_be_said_and_is_kept(tmp_path):
+def test_site_and_normalisation_must_be_given_and_are_kept(tmp_path):
     theirs.write_layered(tmp_path / "theirs", modules(["plain"], D))
     theirs.write_hierarchy(tmp_path / "theirs")
     theirs.write_json(
@@ -234,7 +232,7 @@ def parents(pack):
     return {concept["id"]: set(concept["parents"]) for concept in pack.concepts}
 
 
-def test_what_no_descent_comes_to_is_told_in_report_card_manifest_concepts_and_coverage(tmp_path):
+def test_unreachable_probes_are_reported_everywhere(tmp_path):
     write(
         tmp_path / "theirs",
         {"Root:0": ["Child:1"], "Lost:2": ["Deep:3"]},
@@ -265,7 +263,7 @@ def test_what_no_descent_comes_to_is_told_in_report_card_manifest_concepts_and_c
     ]
 
 
-def test_a_pack_that_begins_below_level_0_begins_at_its_first_level(tmp_path):
+def test_pack_without_level_0_starts_at_its_first_level(tmp_path):
     write(tmp_path / "theirs", TREE, [key for key in KEYS if not key.endswith(":0")])
     pack, report = bring(tmp_path / "theirs", tmp_path / "ours")
     assert pack.recommended["base_layers"] == [1] and report.note("unreachable") is None
@@ -275,7 +273,7 @@ def test_a_pack_that_begins_below_level_0_begins_at_its_first_level(tmp_path):
     ).all()
 
 
-def test_children_of_a_concept_without_a_probe_go_under_the_nearest_that_has_one(tmp_path):
+def test_children_of_a_missing_probe_move_to_the_nearest_ancestor(tmp_path):
     write(tmp_path / "theirs", TREE, ["Entity:0", "Abstract:0", "WhiteLie:3"])
     pack, report = bring(tmp_path / "theirs", tmp_path / "ours")
     assert parents(pack) == {"Entity:0": set(), "Abstract:0": set(), "WhiteLie:3": {"Entity:0", "Abstract:0"}}
@@ -309,7 +307,7 @@ def test_cycles_of_any_shape_are_broken_and_every_concept_stays(tmp_path):
         assert (keys[a] in parents(pack)[keys[b]]) != (f"{keys[a]} > {keys[b]}" in removed)
 
 
-def test_levels_are_kept_where_an_edge_does_not_go_down(tmp_path):
+def test_levels_are_kept_if_an_edge_does_not_go_down(tmp_path):
     write(
         tmp_path / "theirs",
         {"A:0": ["B:1", "E:0"], "B:1": ["C:1"], "C:1": ["D:0"]},
@@ -334,7 +332,7 @@ def test_a_name_on_several_levels_is_a_concept_on_each(tmp_path):
     assert report.note("repeated").examples == ("A on levels 0, 1",)
 
 
-def test_a_bare_name_of_a_layer_file_means_the_nearest_level_below(tmp_path):
+def test_bare_name_in_a_layer_file_means_the_nearest_level_below(tmp_path):
     probes = modules(["linear"], D, keys=["A:0", "B:1", "B:2", "C:3"])
     theirs.write_layered(tmp_path / "theirs", probes)
     for level, concepts in enumerate([[("A", ["B", "Ghost"])], [("B", [])], [("B", ["C"])], [("C", [])]]):
@@ -354,7 +352,7 @@ def test_a_bare_name_of_a_layer_file_means_the_nearest_level_below(tmp_path):
     assert report.note("unreachable").examples == ("B:2", "C:3")
 
 
-def test_stale_layer_files_are_told_and_hierarchy_json_counts(tmp_path):
+def test_stale_layer_files_are_reported_and_hierarchy_json_is_used(tmp_path):
     write(tmp_path / "theirs", {"A:0": ["B:1"]}, ["A:0", "B:1"])
     theirs.write_layer_files(tmp_path / "theirs", {"A:0": ["Old:1"]})
     pack, report = bring(tmp_path / "theirs", tmp_path / "ours")
@@ -362,7 +360,7 @@ def test_stale_layer_files_are_told_and_hierarchy_json_counts(tmp_path):
     assert report.note("stale").examples == ("Old:1 is in layer1.json alone", "B:1 is in hierarchy.json alone")
 
 
-def test_edges_of_one_direction_and_keys_that_are_none_are_told(tmp_path):
+def test_one_sided_edges_and_malformed_keys_are_reported(tmp_path):
     changes = {"parent_to_children": {"A:0": ["B:1", "nonsense", 7]}, "child_to_parent": {"C:1": "A:0"}}
     write(tmp_path / "theirs", {"A:0": ["B:1"]}, ["A:0", "B:1", "C:1"], **changes)
     pack, report = bring(tmp_path / "theirs", tmp_path / "ours")
@@ -370,7 +368,7 @@ def test_edges_of_one_direction_and_keys_that_are_none_are_told(tmp_path):
     assert report.note("malformed").count == 2
 
 
-def test_a_flat_file_of_a_name_on_two_levels_goes_to_the_first_and_is_told(tmp_path):
+def test_ambiguous_flat_file_takes_the_first_level_and_is_reported(tmp_path):
     probes = modules(["linear"], D, keys=["A:0", "B:1"])
     theirs.write_flat(tmp_path / "theirs", probes)
     theirs.write_hierarchy(tmp_path / "theirs", {"A:0": ["B:1"], "B:1": ["B:2"]})
@@ -379,7 +377,7 @@ def test_a_flat_file_of_a_name_on_two_levels_goes_to_the_first_and_is_told(tmp_p
     assert report.note("ambiguous").examples == ("probes/activation/B_classifier.pt for B:1, of levels 1, 2",)
 
 
-def test_a_flat_set_without_a_hierarchy_is_one_level_all_of_it_scored(tmp_path):
+def test_flat_set_without_a_hierarchy_is_one_fully_scored_level(tmp_path):
     probes = modules(["linear"], 3, keys=[f"c{i}:0" for i in range(510)])
     (tmp_path / "theirs").mkdir()
     theirs.write_flat(tmp_path / "theirs", probes)
@@ -393,7 +391,7 @@ def test_a_flat_set_without_a_hierarchy_is_one_level_all_of_it_scored(tmp_path):
     ).all()
 
 
-def test_lens_paths_say_where_a_flat_pack_is(tmp_path):
+def test_lens_paths_locate_a_flat_pack(tmp_path):
     probes = modules(["linear"], D, keys=["A:0", "B:0"])
     theirs.write_flat(tmp_path / "theirs", probes, place="hierarchy")
     theirs.write_json(
@@ -416,7 +414,7 @@ def test_a_bank_whose_child_is_two_levels_down_is_placed_by_the_hierarchy(tmp_pa
     assert error(pack, probes, states(), "none") < 1e-6 and not report.notes and report.counts["files"] == 3
 
 
-def test_a_bank_that_the_index_does_not_name_is_read_too(tmp_path):
+def test_bank_missing_from_the_index_is_read(tmp_path):
     probes = modules(["linear"], D)
     theirs.write_banked(tmp_path / "theirs", probes)
     theirs.write_hierarchy(tmp_path / "theirs")
@@ -425,7 +423,7 @@ def test_a_bank_that_the_index_does_not_name_is_read_too(tmp_path):
     assert pack.n_probes == len(KEYS) and error(pack, probes, states(), "none") < 1e-6
 
 
-def test_a_probe_stored_twice_is_told_and_the_current_name_taken(tmp_path):
+def test_probe_stored_twice_is_reported_and_the_current_name_used(tmp_path):
     write(tmp_path / "theirs", {"A:0": ["B:1"]}, ["A:0", "B:1"])
     other = theirs.module("linear", D, 99)
     torch.save(other.state_dict(), tmp_path / "theirs/layer1/B_classifier.pt")
@@ -439,7 +437,7 @@ def test_a_probe_stored_twice_is_told_and_the_current_name_taken(tmp_path):
 
 @pytest.mark.parametrize("normalize", ["none", "layernorm"])
 @pytest.mark.parametrize("beside", ["plain", "linear"])
-def test_a_three_way_head_is_three_concepts_that_exclude_one_another(tmp_path, normalize, beside):
+def test_three_way_head_becomes_a_softmax_group(tmp_path, normalize, beside):
     """Every pole has its share by the softmax of the head; what was below the head is below what is above it."""
     heads = {f"Head{i}:1": theirs.module("tripole", D, i, torch.float32) for i in range(3)}
     with torch.no_grad():
@@ -492,7 +490,7 @@ def test_a_folder_of_three_way_heads_alone_is_a_pack(tmp_path):
         ("width", {"linear.weight": torch.ones(1, D + 1), "linear.bias": torch.ones(1)}),
     ],
 )
-def test_what_is_no_probe_of_the_format_is_left_out_by_name(tmp_path, kind, state):
+def test_unsupported_probes_are_left_out_by_name(tmp_path, kind, state):
     write(tmp_path / "theirs", {"A:0": ["B:1", "C:1"]}, ["A:0", "B:1"])
     torch.save(state, tmp_path / "theirs/layer1/C.pt")
     pack, report = bring(tmp_path / "theirs", tmp_path / "ours")
@@ -509,20 +507,22 @@ def test_a_source_without_any_probe_is_an_error(tmp_path):
         bring(tmp_path / "empty", tmp_path / "ours")
     (tmp_path / "others/layer0").mkdir(parents=True)
     torch.save({"fc.weight": torch.ones(1, D), "fc.bias": torch.ones(1)}, tmp_path / "others/layer0/A.pt")
-    with pytest.raises(ImportRefused, match="none of its 1 probes can be imported: 1 files whose tensors are no probe"):
+    with pytest.raises(
+        ImportRefused, match="none of its 1 probes can be imported: 1 files whose tensors are not a probe"
+    ):
         bring(tmp_path / "others", tmp_path / "ours")
     with pytest.raises(ImportRefused, match="is not a folder"):
         bring(tmp_path / "nothing", tmp_path / "ours")
 
 
-def test_text_probes_are_not_read_and_told(tmp_path):
+def test_text_probes_are_reported_as_unread(tmp_path):
     write(tmp_path / "theirs", TREE, KEYS)
     (tmp_path / "theirs/layer0/Entity_centroid.npy").write_bytes(b"x")
     _, report = bring(tmp_path / "theirs", tmp_path / "ours")
     assert report.note("unread").examples == ("layer0/Entity_centroid.npy",)
 
 
-def test_calibration_is_kept_and_sets_no_threshold(tmp_path):
+def test_calibration_is_kept_without_setting_thresholds(tmp_path):
     write(tmp_path / "theirs", TREE, KEYS)
     theirs.write_calibration(tmp_path / "theirs", [*KEYS[:-1], "Gone:4"])
     pack, report = bring(tmp_path / "theirs", tmp_path / "ours")
@@ -534,7 +534,7 @@ def test_calibration_is_kept_and_sets_no_threshold(tmp_path):
     )
 
 
-def test_states_of_several_layers_side_by_side_are_told(tmp_path):
+def test_probes_on_concatenated_layers_are_reported(tmp_path):
     write(tmp_path / "theirs", TREE, KEYS)
     theirs.write_json(tmp_path / "theirs/pack_info.json", {"hidden_dim": D // 3})
     _, report = bring(tmp_path / "theirs", tmp_path / "ours")
@@ -546,7 +546,7 @@ def test_states_of_several_layers_side_by_side_are_told(tmp_path):
         bring(tmp_path / "theirs", tmp_path / "more")
 
 
-def test_progress_is_told_for_every_probe_twice(tmp_path):
+def test_progress_counts_every_probe_twice(tmp_path):
     write(tmp_path / "theirs", TREE, KEYS)
     torch.save(theirs.module("tripole", D, 0).state_dict(), tmp_path / "theirs/layer0/Head.pt")
     torch.save({"linear.weight": torch.ones(1, 3), "linear.bias": torch.ones(1)}, tmp_path / "theirs/layer0/Narrow.pt")
@@ -555,7 +555,7 @@ def test_progress_is_told_for_every_probe_twice(tmp_path):
     assert told == [(i + 1, 2 * len(KEYS) + 4) for i in range(2 * len(KEYS) + 4)]
 
 
-def test_the_number_of_threads_is_as_it_was_after_an_import_and_after_a_failed_one(tmp_path):
+def test_thread_count_is_restored_after_success_and_failure(tmp_path):
     before = torch.get_num_threads()
     torch.set_num_threads(before + 1)
     try:
@@ -570,7 +570,7 @@ def test_the_number_of_threads_is_as_it_was_after_an_import_and_after_a_failed_o
         torch.set_num_threads(before)
 
 
-def test_an_existing_pack_is_not_overwritten_unasked(tmp_path):
+def test_existing_pack_is_not_overwritten_by_default(tmp_path):
     write(tmp_path / "theirs", TREE, KEYS)
     bring(tmp_path / "theirs", tmp_path / "ours")
     with pytest.raises(PackError, match="overwrite=True"):
@@ -595,7 +595,7 @@ class Evil:
     "wrapped, protocol",
     [("zip", 2), ("zip", 3), ("zip", 4), ("zip", 5), ("bare", 0), ("bare", 1), ("bare", 2), ("bare", 4)],
 )
-def test_a_malicious_pickle_is_refused_with_its_global_named_and_not_run(tmp_path, wrapped, protocol):
+def test_malicious_pickle_is_refused_naming_its_global(tmp_path, wrapped, protocol):
     write(tmp_path / "theirs", TREE, KEYS)
     state = {"linear.weight": torch.ones(1, D), "linear.bias": Evil(tmp_path / "ran")}
     path = tmp_path / "theirs/layer1/Idea.pt"
@@ -614,7 +614,7 @@ def test_a_malicious_pickle_is_refused_with_its_global_named_and_not_run(tmp_pat
     "name",
     ["builtins bytearray", "torch.storage UntypedStorage", "torch._utils _rebuild_sparse_tensor", "builtins getattr"],
 )
-def test_globals_that_only_allocate_or_look_up_are_refused_too(tmp_path, name):
+def test_globals_that_only_allocate_or_look_up_are_refused(tmp_path, name):
     module, word = name.split()
     data = b"\x80\x02c" + f"{module}\n{word}\n".encode() + b"J\x00\x00\x00\x7f\x85R."
     forge(tmp_path / "x.pt", data)
@@ -651,7 +651,7 @@ def described(numel=4, size=(4,), stride=(1,), offset=0, storage="FloatStorage",
     )
 
 
-def test_the_forger_of_these_tests_forges_what_torch_reads(tmp_path):
+def test_forger_writes_files_that_torch_reads(tmp_path):
     forge(
         tmp_path / "x.pt",
         described(6, (2, 2), (3, 1), 1),
@@ -684,7 +684,7 @@ def test_a_tensor_that_is_larger_than_its_file_is_refused(tmp_path, change, word
         load_state_dict(tmp_path / "x.pt")
 
 
-def test_one_storage_stated_many_times_is_refused_past_the_size_of_the_file(tmp_path):
+def test_storage_shared_beyond_the_file_size_is_refused(tmp_path):
     w = torch.ones(1000)
     torch.save({f"{i}": w.view(1000) for i in range(1000)}, tmp_path / "x.pt")
     with pytest.raises(ImportRefused, match="state more than the"):
@@ -706,7 +706,7 @@ def test_a_compressed_or_overlapping_member_is_refused(tmp_path):
         load_state_dict(tmp_path / "two.pt")
 
 
-def test_a_table_or_a_pickle_that_would_take_much_more_memory_than_its_file_is_refused(tmp_path):
+def test_zip_table_or_pickle_needing_excessive_memory_is_refused(tmp_path):
     (tmp_path / "x.pt").write_bytes(b"PK\1\2" * 70_000)
     with pytest.raises(ImportRefused, match="more than 65,536 members"):
         load_state_dict(tmp_path / "x.pt")
@@ -715,7 +715,7 @@ def test_a_table_or_a_pickle_that_would_take_much_more_memory_than_its_file_is_r
         load_state_dict(tmp_path / "x.pt")
 
 
-def test_a_file_over_the_bound_is_refused_before_it_is_opened(tmp_path):
+def test_oversized_file_is_refused_before_it_is_opened(tmp_path):
     theirs.write_layered(tmp_path / "theirs", modules(["linear"], D))
     theirs.write_hierarchy(tmp_path / "theirs")
     path = tmp_path / "theirs/layer0/Entity.pt"
@@ -740,7 +740,7 @@ def test_a_truncated_file_is_named(tmp_path, share):
         bring(tmp_path / "theirs", tmp_path / "ours")
 
 
-def test_a_changed_byte_of_a_weight_is_seen(tmp_path):
+def test_changed_weight_byte_is_detected(tmp_path):
     torch.save({"x": torch.ones(100)}, tmp_path / "x.pt")
     data = bytearray((tmp_path / "x.pt").read_bytes())
     data[data.index(torch.ones(100).numpy().tobytes()) + 40] ^= 1
@@ -768,7 +768,7 @@ def test_a_path_that_leaves_the_folder_is_refused(tmp_path, file, place):
 
 
 @pytest.mark.parametrize("what", ["layer1/Physical.pt", "layer2", "hierarchy.json", "calibration.json"])
-def test_a_link_that_leads_outside_is_refused_and_one_inside_is_followed(tmp_path, what):
+def test_link_out_of_the_folder_is_refused_and_one_inside_is_followed(tmp_path, what):
     write(tmp_path / "theirs", TREE, KEYS)
     theirs.write_calibration(tmp_path / "theirs")
     outside, inside = tmp_path / "outside", tmp_path / "theirs/kept"
@@ -782,11 +782,11 @@ def test_a_link_that_leads_outside_is_refused_and_one_inside_is_followed(tmp_pat
         bring(tmp_path / "theirs", tmp_path / "ours")
 
 
-def test_what_is_no_file_is_not_opened(tmp_path):
+def test_pipe_in_place_of_a_file_is_not_opened(tmp_path):
     write(tmp_path / "theirs", TREE, KEYS)
     (tmp_path / "theirs/layer0/Entity.pt").unlink()
     os.mkfifo(tmp_path / "theirs/layer0/Entity.pt")  # opening it would wait for ever
-    with pytest.raises(ImportRefused, match=r"Entity\.pt is no file"):
+    with pytest.raises(ImportRefused, match=r"Entity\.pt is not a file"):
         bring(tmp_path / "theirs", tmp_path / "ours")
 
 
@@ -796,7 +796,7 @@ def test_names_in_the_hierarchy_are_never_paths(tmp_path):
     assert list(parents(pack)) == ["Entity:0"] and report.note("missing").count == 2
 
 
-def test_names_are_told_without_what_a_terminal_would_obey(tmp_path):
+def test_names_are_printed_without_terminal_controls(tmp_path):
     write(tmp_path / "theirs", {"Entity:0": ["Bad\x1b[2J\n:1"]}, ["Entity:0"])
     _, report = bring(tmp_path / "theirs", tmp_path / "ours")
     assert (
@@ -859,7 +859,7 @@ def test_state_dicts_are_read_as_torch_reads_them(tmp_path, dtype):
         assert torch.equal(ours[name], tensor) and ours[name].dtype == tensor.dtype and ours[name].is_contiguous()
 
 
-def test_safetensors_are_read_and_other_things_are_not_state_dicts(tmp_path):
+def test_safetensors_are_read_and_other_objects_are_refused(tmp_path):
     from safetensors.torch import save_file
 
     save_file({"a": torch.arange(3.0)}, tmp_path / "x.safetensors")
@@ -894,7 +894,7 @@ def test_flipped_bytes_give_the_weights_or_a_typed_error(tmp_path, seed):
     assert 0 < n_read < 300
 
 
-def test_folder_gives_what_lies_in_it(tmp_path):
+def test_folder_lists_its_files(tmp_path):
     (tmp_path / "a").mkdir()
     (tmp_path / "a/x.pt").write_text("")
     folder = Folder(tmp_path)

@@ -1,6 +1,4 @@
-"""What a HatCat pack says twice, otherwise, or in a place of its own is told by the import, with counts and
-examples.
-"""
+"""Contradictions and misplaced files of a HatCat pack are reported with counts and examples."""
 
 import os
 
@@ -57,7 +55,7 @@ def write_layers(folder, *levels):
         theirs.write_json(folder / f"layer{level}.json", {"layer": level, "concepts": content})
 
 
-def test_edges_that_layer_files_state_otherwise_are_told_once_each(tmp_path):
+def test_contradicting_layer_file_edges_are_reported_once_each(tmp_path):
     write(tmp_path / "theirs", {"A:0": ["C:1"], "D:0": ["E:1"]})
     write_layers(
         tmp_path / "theirs",
@@ -78,7 +76,7 @@ def test_edges_that_layer_files_state_otherwise_are_told_once_each(tmp_path):
     )
 
 
-def test_layer_files_that_say_the_same_or_nothing_of_edges_are_not_told(tmp_path):
+def test_agreeing_or_silent_layer_files_are_not_reported(tmp_path):
     tree = {"A:0": ["B:1", "C:1"], "X:0": ["C:1"]}
     write(tmp_path / "theirs", tree)
     theirs.write_layer_files(tmp_path / "theirs", tree)
@@ -92,7 +90,7 @@ def test_layer_files_that_say_the_same_or_nothing_of_edges_are_not_told(tmp_path
     assert bring(tmp_path / "theirs", tmp_path / "none")[1].note("stale_edges") is None
 
 
-def test_roots_and_leaves_that_the_edges_contradict_are_told(tmp_path):
+def test_roots_and_leaves_contradicting_the_edges_are_reported(tmp_path):
     write(tmp_path / "theirs", {"A:0": ["B:1"]}, root_concepts=["B:1"], leaf_concepts=["A:0"])
     pack, report = bring(tmp_path / "theirs", tmp_path / "ours")
     assert parents(pack) == {"A:0": set(), "B:1": {"A:0"}}
@@ -107,7 +105,7 @@ def test_roots_and_leaves_that_the_edges_contradict_are_told(tmp_path):
         assert bring(tmp_path / "theirs", tmp_path / "ours", overwrite=True)[1].note("contradicted") is None
 
 
-def test_a_folder_for_the_hierarchy_that_has_none_is_refused(tmp_path):
+def test_hierarchy_folder_without_a_hierarchy_is_refused(tmp_path):
     write(tmp_path / "theirs", {"A:0": ["B:1"]})
     (tmp_path / "empty").mkdir()
     with pytest.raises(ImportRefused, match=r"empty holds no concepts: give the folder of hierarchy\.json"):
@@ -136,7 +134,7 @@ def write_bank(folder, parent, names, *, index=True, listed=None, level=1):
         )
 
 
-def test_what_a_bank_and_its_index_do_not_agree_on_is_told(tmp_path):
+def test_disagreements_of_a_bank_and_its_index_are_reported(tmp_path):
     probes(tmp_path / "theirs/individual", ["Entity:0"])
     write_bank(tmp_path / "theirs", "Entity", ["Car", "Ship", "Spare"], listed=["Car", "Ship", "Boat", "Boat"])
     write_bank(tmp_path / "theirs", "Other", ["Lost"], index=False)
@@ -155,7 +153,7 @@ def test_what_a_bank_and_its_index_do_not_agree_on_is_told(tmp_path):
 
 @pytest.mark.parametrize("index", [True, False])
 @pytest.mark.parametrize("layers", [True, False])
-def test_edges_that_only_banks_state_are_taken(tmp_path, index, layers):
+def test_edges_stated_only_by_banks_are_used(tmp_path, index, layers):
     probes(tmp_path / "theirs/individual", ["Entity:0"])
     write_bank(tmp_path / "theirs", "Entity", ["Car", "Ship"], index=index, listed=["Car", "Ship"])
     if layers:  # without edges; one child is two levels down
@@ -176,7 +174,7 @@ def test_a_bank_on_level_0_has_no_parent(tmp_path):
     assert parents(pack) == {"Car:0": set(), "Ship:0": set()} and not report.notes
 
 
-def test_edges_of_banks_are_not_taken_beside_a_hierarchy(tmp_path):
+def test_hierarchy_edges_override_bank_edges(tmp_path):
     probes(tmp_path / "theirs/individual", ["Entity:0", "Thing:0"])
     write_bank(tmp_path / "theirs", "Entity", ["Car"], listed=["Car"])
     theirs.write_hierarchy(tmp_path / "theirs", {"Thing:0": ["Car:1"], "Entity:0": []})
@@ -187,7 +185,7 @@ def test_edges_of_banks_are_not_taken_beside_a_hierarchy(tmp_path):
 
 
 @pytest.mark.parametrize("listed", ["Car", {"Car": 1}, [1]])
-def test_an_index_that_lists_no_names_is_refused(tmp_path, listed):
+def test_bank_index_without_name_lists_is_refused(tmp_path, listed):
     write_bank(tmp_path / "theirs", "Entity", ["Car"], listed=listed)
     with pytest.raises(
         ImportRefused, match=r"bank_index\.json: 'Entity:0': its concepts are .*expected a list of names"
@@ -195,7 +193,7 @@ def test_an_index_that_lists_no_names_is_refused(tmp_path, listed):
         bring(tmp_path / "theirs", tmp_path / "ours")
 
 
-def test_a_bank_that_is_not_there_is_said_to_be_missing(tmp_path):
+def test_missing_bank_file_is_reported(tmp_path):
     write_bank(tmp_path / "theirs", "Entity", ["Car"], listed=["Car"])
     (tmp_path / "theirs/banks/layer1/Entity.bank.pt").unlink()
     with pytest.raises(ImportRefused, match=r"Entity\.bank\.pt is not there: check the path"):
@@ -205,7 +203,7 @@ def test_a_bank_that_is_not_there_is_said_to_be_missing(tmp_path):
 # -- files ---------------------------------------------------------------------------------------
 
 
-def test_weights_where_no_probes_are_expected_are_told(tmp_path):
+def test_weights_in_unexpected_places_are_reported(tmp_path):
     folder = tmp_path / "theirs"
     write(folder, {"A:0": ["B:1"]})
     elsewhere = [
@@ -227,7 +225,7 @@ def test_weights_where_no_probes_are_expected_are_told(tmp_path):
     assert "7 files of weights where this format keeps no probes: not read" in str(report)
 
 
-def test_what_links_lead_to_is_told_only_where_it_was_not_read(tmp_path):
+def test_targets_of_links_already_read_are_not_reported(tmp_path):
     folder = tmp_path / "theirs"
     write(folder, {"A:0": ["B:1"]})
     (folder / "kept").mkdir()
@@ -237,7 +235,7 @@ def test_what_links_lead_to_is_told_only_where_it_was_not_read(tmp_path):
     assert bring(folder, tmp_path / "ours")[1].note("elsewhere") is None
 
 
-def test_flat_and_banked_probes_are_no_weights_elsewhere(tmp_path):
+def test_flat_and_banked_probes_are_not_reported_as_misplaced(tmp_path):
     probes_ = modules(["linear"], D, keys=["A:0", "B:0"])
     for place in ("probes/activation", "activation_lenses", "."):
         folder = tmp_path / place.replace("/", "-") / "theirs"
@@ -246,7 +244,7 @@ def test_flat_and_banked_probes_are_no_weights_elsewhere(tmp_path):
         assert not bring(folder, folder.parent / "ours")[1].notes
 
 
-def test_looking_for_weights_elsewhere_ends(tmp_path, monkeypatch):
+def test_search_for_misplaced_weights_is_bounded(tmp_path, monkeypatch):
     monkeypatch.setattr(hatcat_files, "_MAX_LOOKED", 3)
     write(tmp_path / "theirs", {"A:0": ["B:1"]})
     for i in range(4):
@@ -256,7 +254,7 @@ def test_looking_for_weights_elsewhere_ends(tmp_path, monkeypatch):
     assert told(report, "elsewhere") == ("a0/x.pt", "a1/x.pt", "a2/x.pt", "perhaps more, past the first 3 files")
 
 
-def test_probes_that_are_kept_in_a_wider_dtype_are_told(tmp_path):
+def test_probes_widened_to_another_dtype_are_reported(tmp_path):
     made = {
         key: theirs.module("linear", D, i, dtype)
         for i, (key, dtype) in enumerate({"A:0": torch.float32, "B:0": torch.bfloat16, "C:0": torch.float16}.items())
@@ -273,7 +271,7 @@ def test_probes_that_are_kept_in_a_wider_dtype_are_told(tmp_path):
     assert not bring(tmp_path / "one", tmp_path / "half")[1].notes
 
 
-def test_probes_in_float64_are_left_out_with_what_to_do(tmp_path):
+def test_float64_probes_are_left_out_with_a_remedy(tmp_path):
     probes(tmp_path / "theirs", ["A:0"])
     torch.save(theirs.state_of(theirs.module("linear", D, 1, torch.float64)), tmp_path / "theirs/layer0/Double.pt")
     report = bring(tmp_path / "theirs", tmp_path / "ours")[1]
@@ -301,7 +299,7 @@ def test_the_number_of_layers_is_kept_and_bounds_the_site(tmp_path, info):
 
 @pytest.mark.parametrize("value", [0, -3, "32", 3.5, True, 1 << 40, [1]])
 @pytest.mark.parametrize("key", ["num_layers", "hidden_dim"])
-def test_numbers_of_the_pack_that_cannot_be_are_told_and_not_used(tmp_path, key, value):
+def test_invalid_numbers_of_a_pack_are_reported_and_ignored(tmp_path, key, value):
     write(tmp_path / "theirs", {"A:0": ["B:1"]})
     theirs.write_json(tmp_path / "theirs/pack.json", {"model_info": {key: value}})
     pack, report = bring(tmp_path / "theirs", tmp_path / "ours")
@@ -322,7 +320,7 @@ def test_numbers_of_the_pack_that_cannot_be_are_told_and_not_used(tmp_path, key,
         "resid_post.-1",
     ],
 )
-def test_a_site_that_cannot_be_is_refused_in_few_words(tmp_path, site):
+def test_invalid_site_is_refused_in_few_words(tmp_path, site):
     write(tmp_path / "theirs", {"A:0": ["B:1"]})
     with pytest.raises(ConfigError, match=r"is not supported: expected resid_post\.N") as refused:
         bring(tmp_path / "theirs", tmp_path / "ours", site=site)
@@ -347,7 +345,7 @@ def test_a_site_that_cannot_be_is_refused_in_few_words(tmp_path, site):
         ("eps", None),
     ],
 )
-def test_an_argument_of_another_kind_is_told_by_name(tmp_path, name, value):
+def test_invalid_argument_type_is_reported_by_name(tmp_path, name, value):
     write(tmp_path / "theirs", {"A:0": ["B:1"]})
     with pytest.raises((ConfigError, PackError), match=name):
         bring(tmp_path / "theirs", tmp_path / "ours", **{"normalize": "layernorm", name: value})
@@ -355,7 +353,7 @@ def test_an_argument_of_another_kind_is_told_by_name(tmp_path, name, value):
 
 
 @pytest.mark.parametrize("value", [None, 3, ["theirs"]])
-def test_a_place_that_is_no_path_is_told_by_name(tmp_path, value):
+def test_invalid_path_argument_is_reported_by_name(tmp_path, value):
     with pytest.raises(ConfigError, match=r"source is .*: expected a path"):
         bring(value, tmp_path / "ours")
     write(tmp_path / "theirs", {"A:0": ["B:1"]})

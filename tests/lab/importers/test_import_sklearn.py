@@ -1,6 +1,4 @@
-"""scikit-learn estimators become probes whose scores are those of predict_proba; what is no sigmoid of one logit is
-refused by name.
-"""
+"""Imported scikit-learn estimators score as predict_proba; unsupported ones are refused by name."""
 
 import inspect
 import pickle
@@ -89,7 +87,7 @@ SINGLE = {
 
 
 @pytest.mark.parametrize("kind", SINGLE)
-def test_scores_are_the_probability_of_yes(tmp_path, kind):
+def test_scores_equal_the_probability_of_the_positive_class(tmp_path, kind):
     estimator = fit(SINGLE[kind])
     pack = imported(tmp_path, estimator)
     assert [concept["id"] for concept in pack.concepts] == ["it"] and pack.dtype == torch.float32
@@ -98,7 +96,7 @@ def test_scores_are_the_probability_of_yes(tmp_path, kind):
     assert np.abs(scores(pack)[:, 0] - expected).max() < 1e-6
 
 
-def test_labels_become_concepts_with_the_scores_of_predict_proba(tmp_path):
+def test_multilabel_scores_equal_predict_proba(tmp_path):
     several = {
         "ovr": OneVsRestClassifier(make_pipeline(StandardScaler(), LogisticRegression())),
         "network": make_pipeline(StandardScaler(), mlp()),
@@ -127,7 +125,7 @@ def test_labels_become_concepts_with_the_scores_of_predict_proba(tmp_path):
     ],
     ids=["one-vs-rest", "Platt", "log loss"],
 )
-def test_classes_become_concepts_before_they_are_divided_by_their_sum(tmp_path, estimator):
+def test_one_vs_rest_classes_are_scored_before_normalisation(tmp_path, estimator):
     fit(estimator, THREE)
     pack = imported(tmp_path, estimator)
     assert [concept["id"] for concept in pack.concepts] == ["it/cat", "it/dog", "it/owl"]
@@ -171,7 +169,7 @@ def test_one_vs_rest_of_two_classes_is_one_concept(tmp_path):
 
 
 @pytest.mark.parametrize("rule", ["multinomial", "ovr", "liblinear"])
-def test_what_older_versions_meant_by_multi_class_is_kept(tmp_path, rule):
+def test_multi_class_of_older_versions_is_respected(tmp_path, rule):
     """Until 1.7 a "multinomial" of two classes was a softmax of (-logit, logit), and "ovr" a sigmoid for each class."""
     estimator = fit(LogisticRegression(), TWO if rule == "multinomial" else THREE)
     estimator.multi_class = "auto" if rule == "liblinear" else rule
@@ -242,7 +240,7 @@ def test_estimators_of_several_shapes_go_into_one_pack_exactly(tmp_path):
     assert manager.score_tokens(torch.from_numpy(NEW)).coverage.active.tolist() == [6] * len(NEW)
 
 
-def test_normalisation_before_the_estimator_is_recorded_and_done(tmp_path):
+def test_normalisation_before_the_estimator_is_recorded_and_applied(tmp_path):
     normal = (X - X.mean(1, keepdims=True)) / X.std(1, keepdims=True)
     estimator = LogisticRegression().fit(normal, TWO)
     pack = imported(tmp_path, estimator, normalize="layernorm", eps=1e-12)
@@ -285,7 +283,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("kind", REFUSED)
-def test_what_is_no_probe_is_refused_with_what_to_fit_instead(tmp_path, kind):
+def test_unsupported_estimators_are_refused_with_an_alternative(tmp_path, kind):
     estimator, y, message = REFUSED[kind]
     with pytest.raises(ImportRefused, match=f"^it(/0)?: .*{message}"):
         imported(tmp_path, fit(estimator, y))
@@ -340,7 +338,7 @@ SWITCHES = [
 
 
 @pytest.mark.parametrize(("kind", "name", "value"), SWITCHES, ids=lambda part: getattr(part, "__name__", str(part)))
-def test_every_switch_of_a_step_is_followed_or_refused(kind, name, value, tmp_path):
+def test_every_preprocessing_option_is_applied_or_refused(kind, name, value, tmp_path):
     """Outside of the range that it was fitted on, too, where what is not affine shows."""
     try:
         pack = imported(tmp_path, fit(make_pipeline(kind(**{name: value}), estimator := LogisticRegression())))
@@ -350,7 +348,7 @@ def test_every_switch_of_a_step_is_followed_or_refused(kind, name, value, tmp_pa
     assert np.abs(scores(pack, 4 * NEW)[:, 0] - pipeline.predict_proba(4 * NEW)[:, 1]).max() < 2e-6
 
 
-def test_a_pack_says_which_class_a_probe_means(tmp_path):
+def test_pack_records_the_positive_class_of_a_probe(tmp_path):
     """The name that a user gives may be that of the other class."""
     words = np.where(TWO, "deceptive", "honest")
     fitted = {

@@ -1,4 +1,4 @@
-"""Files of somebody else that are cut short, are not there, or say a thing twice: each is told as what it is."""
+"""Truncated, missing and duplicate input of importers is reported as such."""
 
 import json
 
@@ -18,7 +18,7 @@ TWICE = '{"parent_to_children": {"A:0": ["B:1"], "A:0": ["C:1"]}}'
 
 
 @pytest.mark.parametrize("share", [0.01, 0.1, 0.5, 0.9, 0.999])
-def test_a_download_that_was_cut_short_is_not_told_as_an_attack(tmp_path, share):
+def test_truncated_download_is_not_reported_as_an_attack(tmp_path, share):
     torch.save({"linear.weight": torch.ones(1, 200), "linear.bias": torch.ones(1)}, tmp_path / "x.pt")
     whole = (tmp_path / "x.pt").read_bytes()
     (tmp_path / "x.pt").write_bytes(whole[: int(len(whole) * share)])
@@ -45,7 +45,7 @@ OTHERS = {
 
 @pytest.mark.parametrize("named", [None, "as.safetensors"])
 @pytest.mark.parametrize("name", OTHERS)
-def test_a_file_of_another_kind_is_named_with_what_to_do(tmp_path, name, named):
+def test_file_of_another_kind_is_named_with_a_remedy(tmp_path, name, named):
     write, said = OTHERS[name]
     write(tmp_path / name)
     if named and not name.endswith(".json"):
@@ -57,24 +57,24 @@ def test_a_file_of_another_kind_is_named_with_what_to_do(tmp_path, name, named):
             load_state_dict(tmp_path / name)
 
 
-def test_an_empty_file_is_said_to_be_empty(tmp_path):
+def test_empty_file_is_reported_as_empty(tmp_path):
     (tmp_path / "x.pt").touch()
     with pytest.raises(ImportRefused, match=r"x\.pt is empty: fetch it again"):
         load_state_dict(tmp_path / "x.pt")
 
 
-def test_a_path_that_leads_nowhere_is_told_as_one(tmp_path):
+def test_missing_path_is_reported(tmp_path):
     (tmp_path / "file").write_text("{}")
     for read in (load_state_dict, read_json):
         for name in ("typo.pt", "file/x.pt"):
             with pytest.raises(ImportRefused, match=f"{name} is not there: check the path$"):
                 read(tmp_path / name)
-        with pytest.raises(ImportRefused, match=r"is no file, but a folder: check the path$"):
+        with pytest.raises(ImportRefused, match=r"is not a file, but a folder: check the path$"):
             read(tmp_path)
 
 
-def test_a_key_that_stands_twice_is_refused_with_file_and_key(tmp_path):
-    words = "'A:0' stands twice in one object, and only the last would be read: put the two together"
+def test_duplicate_json_key_is_refused_with_file_and_key(tmp_path):
+    words = "'A:0' appears twice in one object, and only the last would be read: put the two together"
     path = tmp_path / "hierarchy.json"
     path.write_text(TWICE)
     for read in (lambda: Folder(tmp_path).json("hierarchy.json"), lambda: read_json(path)):
@@ -86,7 +86,7 @@ def test_a_key_that_stands_twice_is_refused_with_file_and_key(tmp_path):
         read_object(path)
 
 
-def test_every_json_of_a_pack_is_read_so(tmp_path):
+def test_every_json_file_of_a_pack_refuses_duplicate_keys(tmp_path):
     (tmp_path / "theirs/layer0").mkdir(parents=True)
     torch.save({"linear.weight": torch.ones(1, 8), "linear.bias": torch.ones(1)}, tmp_path / "theirs/layer0/A.pt")
     for name in (
@@ -99,28 +99,28 @@ def test_every_json_of_a_pack_is_read_so(tmp_path):
         "pack.json",
     ):
         (tmp_path / "theirs" / name).write_text('{"concepts": [], "x": {"a": 1, "b": 2, "a": 1}}')
-        with pytest.raises(ImportRefused, match=f"{name}: 'a' stands twice"):
+        with pytest.raises(ImportRefused, match=f"{name}: 'a' appears twice"):
             import_pack(tmp_path / "theirs", tmp_path / "ours", site="resid_post.1", normalize="none")
         (tmp_path / "theirs" / name).unlink()
 
 
-def test_probes_that_a_file_names_twice_are_not_lost(tmp_path):
+def test_duplicate_probe_names_are_refused(tmp_path):
     from probemon.lab.importers.generic import import_safetensors
     from probemon.lab.importers.probekit import import_file
 
     one = json.dumps({"weights": [1.0, 2.0], "bias": 0.5})
     (tmp_path / "probes.json").write_text(f'{{"a": {one}, "a": {one}}}')
-    with pytest.raises(ImportRefused, match=r"probes\.json: 'a' stands twice"):
+    with pytest.raises(ImportRefused, match=r"probes\.json: 'a' appears twice"):
         import_file(tmp_path / "probes.json", tmp_path / "ours", site="resid_post.1", normalize="none")
     save_file({"w": torch.ones(4)}, tmp_path / "w.safetensors")
     (tmp_path / "mapping.json").write_text(
         '{"site": "resid_post.1", "normalize": "none", "probes": {"a": {"weight": "w"}, "a": {"weight": "w"}}}'
     )
-    with pytest.raises(ImportRefused, match=r"mapping\.json: 'a' stands twice"):
+    with pytest.raises(ImportRefused, match=r"mapping\.json: 'a' appears twice"):
         import_safetensors(tmp_path / "w.safetensors", tmp_path / "ours", mapping=tmp_path / "mapping.json")
 
 
-def test_a_key_may_stand_in_many_objects_and_values_are_as_json_has_them():
+def test_equal_keys_in_different_objects_and_special_values_are_read():
     text = '{"a": {"a": [{"a": NaN}, {"a": 1e400}, {}]}, "b": "\\u00e9\\ud83d\\ude00"}'
     found = loads(text)
     assert (
@@ -133,11 +133,11 @@ def test_a_key_may_stand_in_many_objects_and_values_are_as_json_has_them():
         loads('{"\\ud800": 1}')
 
 
-def test_what_is_no_number_of_json_is_no_missing_value(tmp_path):
+def test_infinity_in_json_is_refused_instead_of_read_as_missing(tmp_path):
     """An infinite normalisation read as none would change every score."""
     from probemon.lab.importers.probekit import import_file
 
     (tmp_path / "p.json").write_text('{"a": {"weights": [1.0, 2.0], "bias": 0.0, "normalization": Infinity}}')
-    with pytest.raises(ImportRefused, match="Infinity is no number of JSON: put a number there, or null"):
+    with pytest.raises(ImportRefused, match="Infinity is not a JSON number: put a number there, or null"):
         import_file(tmp_path / "p.json", tmp_path / "pack", site="resid_post.0", normalize="none")
     assert not (tmp_path / "pack").exists()

@@ -1,6 +1,4 @@
-"""What the other projects' own packages write, imported: scores are those of the packages themselves. Run by
-scripts/benchmarks/test_importers.sh, which installs them.
-"""
+"""Files written by the other projects' own packages score after import as those packages do."""
 
 import json
 
@@ -77,7 +75,7 @@ def test_probelab_files_score_as_probelab_predicts(tmp_path):
         close(scores(pack)[:, pack.find(name)], probe.predict_tensor(NEW), 1e-5)
 
 
-def test_probelab_probes_that_are_no_network_of_one_state_are_refused(tmp_path):
+def test_unsupported_probelab_probes_are_refused(tmp_path):
     for probe in (Bilinear(rank=2), Attention()):
         probe.initialize(TRAIN if isinstance(probe, Bilinear) else TRAIN[None], YES)
         probe.save(tmp_path / "p.pt")
@@ -133,7 +131,7 @@ def pairs(layers):
     return {layer: torch.stack([positive[:n], negative[:n]], dim=1) for layer in layers}
 
 
-def test_steerkit_files_score_as_their_fit_where_its_length_is_known(tmp_path):
+def test_steerkit_files_score_as_their_fit_if_the_scale_is_given(tmp_path):
     acts = pairs([-1, 0, 2, 4])
     probes = Probe.fit_all(acts, Handle(), test_fraction=0.0)
     for layer, probe in probes.items():
@@ -186,12 +184,12 @@ def sae(kind, config, **more):
 @pytest.mark.parametrize(
     ("kind", "config"), [(StandardSAE, StandardSAEConfig), (JumpReLUSAE, JumpReLUSAEConfig), (GatedSAE, GatedSAEConfig)]
 )
-def test_saelens_features_fire_where_saelens_says_they_are_active(tmp_path, kind, config, norm):
+def test_saelens_features_fire_exactly_if_active_in_saelens(tmp_path, kind, config, norm):
     made = sae(kind, config, normalize_activations=norm)
     made.cfg.metadata.hook_name = "blocks.2.hook_resid_pre"
     made.save_model(tmp_path / "sae")
     if norm != "layer_norm":  # which subtracts the mean anyway
-        with pytest.raises(ImportRefused, match="does not say how the host was loaded"):
+        with pytest.raises(ImportRefused, match="does not say how the model was loaded"):
             import_sae(tmp_path / "sae", tmp_path / "pack")
     pack = import_sae(tmp_path / "sae", tmp_path / "pack", centered=False, sharpness=0.2)
     with torch.no_grad():
@@ -205,7 +203,7 @@ def test_saelens_features_fire_where_saelens_says_they_are_active(tmp_path, kind
         close(found[active], torch.sigmoid(0.2 * (activation - threshold))[active], 1e-6 if norm == "none" else 5e-6)
 
 
-def test_saelens_hooks_of_parts_of_a_block_are_sites(tmp_path):
+def test_saelens_hooks_of_attention_and_mlp_outputs_are_sites(tmp_path):
     made = sae(StandardSAE, StandardSAEConfig)
     for hook, site in (("hook_mlp_out", "mlp_out.2"), ("hook_attn_out", "attn_out.2")):
         made.cfg.metadata.hook_name, made.cfg.metadata.model_name = f"blocks.2.{hook}", "gpt2-small"
@@ -217,7 +215,7 @@ def test_saelens_hooks_of_parts_of_a_block_are_sites(tmp_path):
         close(scores(pack)[activation > 0], torch.sigmoid(0.2 * activation[activation > 0]), 2e-6)
 
 
-def test_saelens_encoders_of_the_best_k_are_refused(tmp_path):
+def test_saelens_topk_encoders_are_refused(tmp_path):
     made = sae(TopKSAE, TopKSAEConfig, k=4)
     made.cfg.metadata.hook_name = "blocks.2.hook_resid_post"
     made.save_model(tmp_path / "sae")

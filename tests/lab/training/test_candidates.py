@@ -1,4 +1,4 @@
-"""Kinds of probes: their losses are what they are named for, and the one that is taken is one that does better."""
+"""Probe kinds: their losses equal their definitions, and the better kind is chosen."""
 
 import random
 
@@ -24,7 +24,7 @@ AGGREGATORS = (Each(), Max(), Mean(), Ema(0.3), RollingMean(3), RollingMax(4), A
 @pytest.mark.parametrize("aggregator", AGGREGATORS, ids=str)
 @settings(max_examples=15, deadline=None)
 @given(st.lists(st.integers(1, 12), min_size=1, max_size=6), st.integers(0, 99))
-def test_the_loss_sees_the_highest_running_score_that_a_rule_sees(aggregator, lengths, seed):
+def test_loss_uses_the_highest_running_score_of_the_rule(aggregator, lengths, seed):
     rng = np.random.default_rng(seed)
     texts = [rng.random((n, 2)).astype(np.float32) for n in lengths]
     wanted = np.stack([over(aggregator, scores).max(axis=0) for scores in texts])
@@ -40,7 +40,7 @@ def test_the_loss_sees_the_highest_running_score_that_a_rule_sees(aggregator, le
     assert np.isnan(highest[-1]).all()
 
 
-def test_siblings_are_ranked_where_one_is_there_and_another_is_not():
+def test_ranking_loss_compares_present_with_absent_siblings():
     parents = torch.tensor([-1, 0, 0, 0, -1])
     a, b = sibling_pairs(parents)
     pairs = set(zip(a.tolist(), b.tolist(), strict=True))
@@ -67,7 +67,7 @@ def tree():
 
 
 @pytest.mark.parametrize(("data", "method"), [(rows, "mlp"), (rows, "watched"), (tree, "joint"), (tree, "mlp")])
-def test_every_kind_makes_a_pack(model, tmp_path, data, method):
+def test_every_method_makes_a_pack(model, tmp_path, data, method):
     found = train(
         model, data(), tmp_path / method, tokenizer=make_tokenizer(), background=False, states=tmp_path / "s",
         method=method, layers=1,
@@ -78,7 +78,7 @@ def test_every_kind_makes_a_pack(model, tmp_path, data, method):
     assert len(found.pack.architecture.hidden) == (2 if method == "mlp" else 0)
 
 
-def test_what_is_taken_is_said_with_what_it_was_chosen_from(model, tmp_path):
+def test_chosen_method_is_reported_with_its_alternatives(model, tmp_path):
     found = train(model, rows(), tmp_path / "x", tokenizer=make_tokenizer(), background=False, states=tmp_path / "s")
     kinds, method = found.quality["kinds"], found.quality["method"]
     assert set(kinds) == {"logistic", "watched", "mlp"}

@@ -1,4 +1,4 @@
-"""Layers are chosen by areas on held-out groups, the earliest within one standard error; a pack may read several."""
+"""Layers are chosen by AUROC on held-out groups, the earliest within one standard error."""
 
 import random
 import re
@@ -31,11 +31,11 @@ from probemon.lab.training.state_store import TextReader
         ([(0.80, 0.0), (0.92, 0.0), (0.92, 0.0)], 1),  # of equal ones the earlier
     ],
 )
-def test_the_earliest_within_one_standard_error_of_the_best_is_taken(points, chosen):
+def test_earliest_layer_within_one_standard_error_of_the_best_is_chosen(points, chosen):
     assert earliest_within_one_error(points) == chosen
 
 
-def test_the_curve_is_of_means_over_concepts_and_errors_over_folds():
+def test_curve_averages_concepts_and_takes_errors_over_folds():
     table = np.full((3, 2, 2), 0.5)  # folds, penalties, concepts: the second penalty is the better one of both
     table[:, 1] = [[0.7, 0.9], [0.8, np.nan], [0.9, 0.9]]  # a fold lacks a side of one
     ((mean, error),) = curve([table])
@@ -43,7 +43,7 @@ def test_the_curve_is_of_means_over_concepts_and_errors_over_folds():
     assert mean == pytest.approx(of_folds.mean()) and error == pytest.approx(of_folds.std(ddof=1) / np.sqrt(3))
 
 
-def test_a_concept_has_a_site_of_its_own_where_that_is_clearly_better():
+def test_concept_gets_a_separate_site_if_it_is_clearly_better():
     def table(*areas):  # of concepts, in five folds that differ a little
         wave = np.asarray([-0.002, -0.001, 0.0, 0.001, 0.002])[:, None, None]
         return np.asarray(areas)[None, None] + wave * np.asarray([1.0, -1.0])
@@ -62,7 +62,7 @@ def test_a_concept_has_a_site_of_its_own_where_that_is_clearly_better():
     assert LayerChoice.of(tables=tables, alone=True, **given).site_of == ("resid_post.9", "resid_post.9")
 
 
-def test_areas_of_held_out_folds_are_those_of_scikit_learn():
+def test_held_out_aurocs_equal_scikit_learn():
     """Every fold, penalty and concept, fitted one by one; no group is in two folds."""
     g = torch.Generator().manual_seed(3)
     part = torch.arange(900) // 10
@@ -106,7 +106,7 @@ def spans(concept, n=80):
 
 
 @pytest.mark.parametrize("concept", ["zed", "after"])
-def test_the_sweep_finds_the_first_layer_that_knows(tmp_path, concept):
+def test_sweep_finds_the_first_informative_layer(tmp_path, concept):
     """In a host whose first layer sees no other token, and so knows its own letter alone."""
     host = make_model(hidden=32)
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""States for a trainer of one's own: every token with its characters and labels, and the weights that come of them."""
+"""Collected training states: every token with its characters and labels, for any trainer."""
 
 import json
 from datetime import datetime
@@ -53,7 +53,7 @@ def test_every_token_has_its_characters_and_labels(collected, texts):
             assert tokens["known"][row, p] == wanted
 
 
-def test_scikit_learn_makes_the_same_weights_of_them(collected):
+def test_collected_files_train_the_same_weights_in_scikit_learn(collected):
     """From the files alone, in numpy; beside the rows and the trainer that a pack is made with."""
     tokens, states = (
         load_file(collected.folder / "tokens.safetensors"),
@@ -100,7 +100,7 @@ def test_parquet_holds_the_same(collected, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["states.parquet"]
 
 
-def test_a_manager_collects_what_its_probes_read(model, pack, texts, tmp_path):
+def test_manager_collects_the_inputs_of_its_probes(model, pack, texts, tmp_path):
     found = DynamicProbeManager(pack).collect(model, make_tokenizer(), texts, tmp_path / "s", budget=4000)
     assert found.store.sites == tuple(pack.sites)
     assert 0.5 < len(found.document) * found.store.kinds[SITE].row_bytes / 4000 < 1.6

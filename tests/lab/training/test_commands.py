@@ -1,4 +1,4 @@
-"""The commands train and states, as a shell runs them, in processes: on a folder of a model, killed and run again."""
+"""The commands train and states, run as processes on a model folder, killed and resumed."""
 
 import json
 import os
@@ -49,7 +49,7 @@ def run(begin, tmp_path):
     return run
 
 
-def test_train_makes_a_pack_and_a_report_and_says_what_cannot_be_claimed(folder, run):
+def test_train_writes_a_pack_and_a_report_with_its_caveats(folder, run):
     given = ("train", "host", "rows.jsonl", "--out", "letters", "--no-background", "--layers", "0,1")
     said = run(*given)
     pack = ProbePack.open(folder / "letters", verify=True)
@@ -94,7 +94,7 @@ def test_train_makes_a_pack_and_a_report_and_says_what_cannot_be_claimed(folder,
         (("train", "host", "rows.jsonl", "--out", "x", "--layers", "1,resid_post.1"), "'resid_post.1' is named twice"),
     ],
 )
-def test_what_is_wrong_is_one_line_and_status_2(folder, monkeypatch, capsys, arguments, said):
+def test_errors_are_one_line_with_status_2(folder, monkeypatch, capsys, arguments, said):
     monkeypatch.chdir(folder)
     monkeypatch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
     monkeypatch.setattr(sys, "argv", ["probemon", *arguments])
@@ -112,15 +112,15 @@ def test_what_is_wrong_is_one_line_and_status_2(folder, monkeypatch, capsys, arg
         ("--out loop/x", "loop is a link that leads nowhere"),
         ("--out x --report /proc/none/x.html", "the report /proc/none/x.html cannot be made: nothing can be written"),
         ("--out x --report loop/x.html", "loop is a link that leads nowhere"),
-        ("--out x --report x", "the report x and the pack x lie in one another"),
-        ("--out x --report x/x.html", "the report x/x.html and the pack x lie in one another"),
-        ("--out x --report ./beside/../x", "lie in one another"),
-        ("--out new/x --report new", "the report new and the pack new/x lie in one another"),
-        ("--out x --report host", "the report host is there and is no file"),
-        ("--out x --report /dev/null", "the report /dev/null is there and is no file"),
+        ("--out x --report x", "the report x and the pack x are inside one another"),
+        ("--out x --report x/x.html", "the report x/x.html and the pack x are inside one another"),
+        ("--out x --report ./beside/../x", "are inside one another"),
+        ("--out new/x --report new", "the report new and the pack new/x are inside one another"),
+        ("--out x --report host", "the report host exists and is not a file"),
+        ("--out x --report /dev/null", "the report /dev/null exists and is not a file"),
     ],
 )
-def test_where_nothing_can_be_written_is_said_before_a_model_is_loaded(folder, monkeypatch, capsys, more, said):
+def test_unwritable_output_is_reported_before_a_model_is_loaded(folder, monkeypatch, capsys, more, said):
     monkeypatch.chdir(folder)
     if not os.path.lexists("loop"):
         os.symlink("loop", "loop")
@@ -133,7 +133,7 @@ def test_where_nothing_can_be_written_is_said_before_a_model_is_loaded(folder, m
     assert ended.value.code == 2 and len(error.splitlines()) == 1 and said in error
 
 
-def test_states_that_were_killed_are_gone_on_with_to_the_same_bytes(folder, begin, run):
+def test_killed_states_command_resumes_to_the_same_bytes(folder, begin, run):
     texts = folder / "texts.jsonl"
     texts.write_text("".join(json.dumps({"text": text}) + "\n" for text in random_texts(3000, longest=60)))
     given = ("states", "host", texts, "--sites", "resid_post.2", "--json", "--out")

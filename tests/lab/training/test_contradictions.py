@@ -1,4 +1,4 @@
-"""A text that is given twice and unlike is told, with its rows and its concept, and stops nothing."""
+"""Contradictory labels of one text are reported with rows and concept and stop nothing."""
 
 import random
 
@@ -23,27 +23,27 @@ N = len(rows())  # what is given after them is named from here on
 
 
 @pytest.mark.parametrize("copy", ["azbz czdz", "azbz  czdz", " azbz czdz "])
-def test_rows_that_say_unlike_things_of_one_text_are_named(model, copy):
+def test_contradicting_rows_of_one_text_are_named(model, copy):
     """Other spaces are other tokens, of the same text."""
     again = "azbz czdz"
     found = told(model, [{"text": copy, "labels": ["zed"]}, {"text": again, "not": ["zed", "queue"]}])
     assert found == [Contradiction("zed", f"example {N}", f"example {N + 1}")]
 
 
-def test_what_is_unknown_or_said_twice_alike_contradicts_nothing(model):
+def test_unknown_and_repeated_labels_are_not_contradictions(model):
     twice = [{"text": "azbzczdz", "labels": ["zed"]}, {"text": "azbzczdz", "labels": ["zed"], "not": ["queue"]}]
     pair = {"positive": "azbzczdq", "negative": "azbzczde", "concept": "queue"}
     assert told(model, [*twice, pair]) == []
 
 
-def test_a_row_for_each_span_says_the_others_are_absent(model):
+def test_one_span_per_row_contradicts_the_other_spans(model):
     """Of tables with one span a row: each says that the rest of its text is without the concept."""
     given = [{"text": "zzaabbzz", "spans": [{"start": start, "end": start + 2, "concept": "zed"}]} for start in (0, 6)]
     assert told(model, given) == [Contradiction("zed", f"example {N}", f"example {N + 1}")]
     assert told(model, [{**row, "rest": "unknown"} for row in given]) == []
 
 
-def test_a_label_a_row_where_labels_are_exclusive_is_told(model):
+def test_one_label_per_row_contradicts_exclusive_labels(model):
     """Of tables with one label a row: with `exclusive` each row denies the others."""
     both = [{"text": "azbqczdq", "labels": [id]} for id in ("zed", "queue")]
     assert told(model, both) == []
@@ -54,7 +54,7 @@ def test_a_label_a_row_where_labels_are_exclusive_is_told(model):
     }
 
 
-def test_the_card_names_them_and_counts_the_rest(model, tmp_path):
+def test_card_names_contradictions_and_counts_the_rest(model, tmp_path):
     rng = random.Random(5)
     copies = [text(rng, "z") for _ in range(3)]
     given = [row for copy in copies for row in ({"text": copy, "labels": ["zed"]}, {"text": copy, "not": ["zed"]})]

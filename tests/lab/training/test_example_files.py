@@ -1,4 +1,4 @@
-"""What examples say: every format gives the same labels, what follows from the hierarchy is there; errors name rows."""
+"""Training examples: every format gives the same labels, the hierarchy adds others, errors name rows."""
 
 import gzip
 import json
@@ -26,7 +26,7 @@ def labels(examples):
     return {example.text: dict(example.labels) for example in examples.texts}
 
 
-def test_a_label_is_there_not_there_or_unknown():
+def test_label_is_positive_negative_or_unknown():
     rows = [
         {"text": "a", "labels": ["x"], "not": ["y"], "group": 3},
         {"text": "b", "labels": {"y": True, "x": False}, "group": 3.0},
@@ -39,7 +39,7 @@ def test_a_label_is_there_not_there_or_unknown():
     assert labels(read_examples(rows, exclusive=True))["c"] == {"y": True, "x": False}
 
 
-def test_files_of_every_kind_say_the_same(tmp_path):
+def test_files_of_every_format_give_the_same_examples(tmp_path):
     rows = [
         {"text": "one, two", "labels": ["x", "y"], "not": [], "group": "g"},
         {"text": "three", "labels": [], "not": ["x"], "group": None},
@@ -67,12 +67,12 @@ def test_both_sides_of_a_pair_are_one_group():
     assert other.where == for_it.where and other.group != for_it.group
 
 
-def test_spaces_around_a_span_are_not_of_it():
+def test_spans_exclude_surrounding_spaces():
     row = {"text": "the whale sings", "spans": [{"start": 3, "end": 10, "concept": "whale"}]}
     assert read_examples([row]).texts[0].spans == (Span(4, 9, "whale"),)
 
 
-def test_examples_of_elsewhere_have_the_hierarchy_of_the_others(tmp_path):
+def test_rows_can_use_the_hierarchy_of_other_examples(tmp_path):
     (tmp_path / "tree.yaml").write_text(TREE)
     own = read_examples(tmp_path / "tree.yaml")
     rows = [{"text": "b", "labels": ["whale"]}]
@@ -82,7 +82,7 @@ def test_examples_of_elsewhere_have_the_hierarchy_of_the_others(tmp_path):
     assert labels(read_examples(tmp_path / "tree.yaml", like=own)) == labels(own)
 
 
-def test_spans_are_of_characters_and_of_what_is_above_their_concept(tmp_path):
+def test_spans_count_characters_and_include_ancestor_concepts(tmp_path):
     (tmp_path / "tree.yaml").write_text(TREE)
     row = {"text": "A whale, a saw.", "spans": [{"start": 2, "end": 7, "concept": "whale"}]}
     examples = read_examples([tmp_path / "tree.yaml", _written(tmp_path / "s.jsonl", row)])
@@ -101,7 +101,7 @@ def test_spans_are_of_characters_and_of_what_is_above_their_concept(tmp_path):
         ([("whale", "whale"), ("crab", "animal")], "negative", [1, 1, 0], [1, 0, 0], [-1, -1, 0]),
     ],
 )
-def test_outside_of_spans_a_concept_and_what_is_below_it_are_absent(tmp_path, spans, rest, animal, whale, bird):
+def test_concept_and_its_descendants_are_absent_outside_spans(tmp_path, spans, rest, animal, whale, bird):
     (tmp_path / "tree.yaml").write_text(TREE)
     said = "whale crab saw"
     given = [{"start": (at := said.index(word)), "end": at + len(word), "concept": concept} for word, concept in spans]
@@ -117,14 +117,14 @@ def test_outside_of_spans_a_concept_and_what_is_below_it_are_absent(tmp_path, sp
     assert (known[:, place["tool"]] == -1).all()
 
 
-def test_texts_are_read_from_the_field_that_is_named_whatever_else_a_row_has():
+def test_texts_are_read_from_the_named_field():
     row = {"text": "a title", "body": "a whale", "labels": ["x"]}
     assert [example.text for example in read_examples([row], text_field="body").texts] == ["a whale"]
-    with pytest.raises(TrainingError, match=r"example 1 has no 'body', from which texts are to be read"):
+    with pytest.raises(TrainingError, match=r"example 1 has no 'body', the field of the text"):
         read_examples([row, {"text": "b", "body": None, "labels": ["x"]}], text_field="body")
 
 
-def test_a_concept_brings_what_is_above_it_and_is_without_its_siblings(tmp_path):
+def test_positive_concept_implies_ancestors_and_excludes_siblings(tmp_path):
     (tmp_path / "tree.yaml").write_text(TREE)
     examples = read_examples(tmp_path / "tree.yaml")
     assert examples.concepts["animal"] == Concept("animal", "animals", (), "a living thing that moves")
@@ -158,12 +158,12 @@ def _written(path, *rows):
         ([{"text": "a", "labels": "x;y"}], r"example 0: 'labels' is 'x;y': give a list, \[...\], of concepts"),
         ([{"text": "a", "labels": ["x"], "not": "y;z"}], "example 0: 'not' is 'y;z': give a list"),
         ([{"text": "a", "label": "true"}], "example 0: 'true' names no concept"),
-        ([{"text": "a", "labels": ["x"], "span": []}], "has 'span', which says nothing here: did you mean 'spans'?"),
+        ([{"text": "a", "labels": ["x"], "span": []}], "has 'span', which is not a field: did you mean 'spans'?"),
         ([{"text": "a", "concepts": ["x"]}], "did you mean 'labels'?"),
         ([{"text": "a", "labels": {"x": "yes"}}], "neither true nor false"),
-        ([{"text": "a", "Labels": ["x"]}], "has 'Labels', which says nothing here: write 'labels'"),
+        ([{"text": "a", "Labels": ["x"]}], "has 'Labels', which is not a field: write 'labels'"),
         ([{"text": "a", "label": "x", "labels": ["y"]}], "has 'label' and 'labels'"),
-        ([{"text": "a", "labels": {"x": True}, "not": ["y"]}], "'not' has no place beside it"),
+        ([{"text": "a", "labels": {"x": True}, "not": ["y"]}], "so leave 'not' out"),
         ([{"text": "a", "concept": "x"}], "has 'concept', which is for pairs"),
         ([{"positive": "p", "negative": "n", "concept": "x", "not": ["y"]}], "has 'positive' and 'not'"),
         ([{"positive": "p q", "negative": "p  q", "concept": "x"}], "both texts of the pair are the same"),
@@ -179,20 +179,20 @@ def _written(path, *rows):
         ([{"id": "a", "definition": "x", "parents": ["b"], "examples": ["t"]}], "has the parent 'b'"),
     ],
 )
-def test_a_wrong_row_is_named(rows, said):
+def test_invalid_row_is_named(rows, said):
     with pytest.raises(TrainingError, match=said.replace("(", r"\(")):
         read_examples(rows)
 
 
 @pytest.mark.parametrize("row", [{"text": "a"}, {"messages": [{"role": "user", "content": "a"}]}])
-def test_rows_without_a_concept_are_refused_whatever_is_exclusive(row):
+def test_rows_without_any_concept_are_refused(row):
     for exclusive in (False, True):
         with pytest.raises(TrainingError, match=r"^no row names a concept \(10 rows, the first is example 0\)"):
             read_examples([row] * 10, exclusive=exclusive)
     assert read_examples([row], labelled=False).concepts == {}
 
 
-def test_nothing_is_made_of_what_is_missing():
+def test_missing_values_are_neither_labels_nor_groups():
     """Nulls, empty cells and no numbers are no labels, and texts without a group are not one group."""
     nan = float("nan")
     rows = [
@@ -205,7 +205,7 @@ def test_nothing_is_made_of_what_is_missing():
     assert [example.group for example in found] == [None, None, "0"]
 
 
-def test_a_circle_and_a_contradiction_are_told():
+def test_cycles_and_contradictions_are_refused():
     circle = [
         {"id": "a", "parents": ["b"], "examples": ["s"]},
         {"id": "b", "parents": ["a"], "examples": ["t"]},
@@ -223,14 +223,14 @@ def test_a_circle_and_a_contradiction_are_told():
 @pytest.mark.parametrize(
     ("name", "content", "said"),
     [
-        ("a.jsonl", '{"text": "a"\n', "line 1 is no JSON"),
+        ("a.jsonl", '{"text": "a"\n', "line 1 is not JSON"),
         ("a.jsonl", "[1]\n", "line 1 is list"),
         (
             "a.jsonl",
             '{"text": "a \\ud83d", "labels": ["x"]}\n',
-            r"^a.jsonl, line 1 holds \\ud83d, half of a pair of surrogates, which is no character: write both halves,",
+            r"^a.jsonl, line 1 has \\ud83d, half of a surrogate pair, which is not a character: write both halves,",
         ),
-        ("a.jsonl", '{"text": "a", "text": "b"}\n', "^a.jsonl, line 1: 'text' stands twice in one object"),
+        ("a.jsonl", '{"text": "a", "text": "b"}\n', "^a.jsonl, line 1: 'text' appears twice in one object"),
         (
             "a.jsonl",
             '{"messages": "[{\\"role\\": \\"user\\"}]", "labels": ["x"]}\n',
@@ -238,13 +238,13 @@ def test_a_circle_and_a_contradiction_are_told():
         ),
         ("a.jsonl", "[" * 100_000, "^a.jsonl, line 1 is nested too deeply"),
         ("a.csv", "text,labels\na,b,c\n", "row 1 has more or fewer cells"),
-        ("a.csv", 'text,labels\n"a,x\nb,y\n', r"a.csv is no table of texts \(unexpected end of data\)"),
-        ("a.parquet", "PAR1 and more PAR1", "a.parquet is no parquet"),
-        ("a.yaml", "- [", "is no YAML"),
+        ("a.csv", 'text,labels\n"a,x\nb,y\n', r"a.csv is not a table of texts \(unexpected end of data\)"),
+        ("a.parquet", "PAR1 and more PAR1", "a.parquet is not parquet"),
+        ("a.yaml", "- [", "is not YAML"),
         ("a.yaml", "text: 3", "give a list of concepts"),
         ("a.yaml", "- {name: a}", "concept 1 has no 'id'"),
         ("a.yaml", "- {id: a, colour: red}", "has 'colour'"),
-        ("a.yaml", "- {id: a, examples: [2026-13-45]}", "is no YAML: month must be in 1..12"),
+        ("a.yaml", "- {id: a, examples: [2026-13-45]}", "is not YAML: month must be in 1..12"),
         ("a.yaml", "[" * 5000, "is nested too deeply"),
         ("a.yaml", "- id: a\n  examples: [b]\n  examples: [c]\n", "^a.yaml, line 3: 'examples' is in line 2"),
         ("a.yaml", "- &a {id: a, examples: [*a]}", "'examples' holds"),
@@ -263,7 +263,7 @@ def test_a_circle_and_a_contradiction_are_told():
         ("a.jsonl", b"\xff\xfe", "is not UTF-8"),
     ],
 )
-def test_a_wrong_file_is_named(tmp_path, name, content, said):
+def test_invalid_file_is_named(tmp_path, name, content, said):
     path = tmp_path / name
     path.write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.raises(TrainingError, match=said):
@@ -272,7 +272,7 @@ def test_a_wrong_file_is_named(tmp_path, name, content, said):
         read_examples(tmp_path / f"{name[:-1]}")
 
 
-def test_a_link_that_leads_nowhere_is_said_to_do_so(tmp_path):
+def test_dangling_link_is_reported(tmp_path):
     (tmp_path / "loop.jsonl").symlink_to("loop.jsonl")
     (tmp_path / "gone.jsonl").symlink_to("nowhere")
     for name in ("loop.jsonl", "gone.jsonl"):
@@ -280,12 +280,12 @@ def test_a_link_that_leads_nowhere_is_said_to_do_so(tmp_path):
             read_examples(tmp_path / name)
 
 
-def test_a_long_cell_is_a_text(tmp_path):
+def test_long_csv_cell_is_read(tmp_path):
     (tmp_path / "a.csv").write_text(f"text,labels\n{'a' * 200_000},x\n")
     assert len(read_examples(tmp_path / "a.csv").texts[0].text) == 200_000
 
 
-def test_a_table_with_a_column_twice_or_an_answer_for_a_label_is_refused(tmp_path):
+def test_duplicate_columns_and_numeric_labels_are_refused(tmp_path):
     for name, content, said in (
         ("twice.csv", "text,text,label\na,b,x\n", "twice.csv has two columns 'text': rename one"),
         ("answers.csv", "text,label\na,1\nb,0\n", "answers.csv, row 1: '1' names no concept"),
@@ -295,7 +295,7 @@ def test_a_table_with_a_column_twice_or_an_answer_for_a_label_is_refused(tmp_pat
             read_examples(tmp_path / name)
 
 
-def test_a_chain_of_parents_may_be_long():
+def test_long_chain_of_parents_is_accepted():
     chain = [{"id": f"c{i}", "parents": [f"c{i + 1}"][: i < 1200], "examples": [f"t {i}"]} for i in range(1201)]
     found = read_examples(chain)
     assert len(found.above["c0"]) == 1200 and list(found.above) == [f"c{i}" for i in range(1201)]
@@ -313,21 +313,21 @@ def test_a_chain_of_parents_may_be_long():
         ({"labels": pa.array([b"\xff"])}, "row 1: 'labels' is bytes"),
     ],
 )
-def test_a_table_of_odd_types_is_told(tmp_path, columns, said):
+def test_unsupported_column_types_are_refused(tmp_path, columns, said):
     whole = {"text": pa.array(["a"]), "label": pa.array(["x"])} | columns
     pa.parquet.write_table(pa.table(whole).drop(["label"][: "labels" in columns]), tmp_path / "odd.parquet")
     with pytest.raises(TrainingError, match=said):
         read_examples(tmp_path / "odd.parquet")
 
 
-def test_a_parquet_table_with_a_column_twice_is_refused(tmp_path):
+def test_parquet_table_with_duplicate_columns_is_refused(tmp_path):
     twice = pa.Table.from_arrays([pa.array(["a"])] * 3, names=["text", "text", "label"])
     pa.parquet.write_table(twice, tmp_path / "twice.parquet")
     with pytest.raises(TrainingError, match=r"twice\.parquet has two columns 'text': rename one"):
         read_examples(tmp_path / "twice.parquet")
 
 
-def test_yaml_makes_no_objects(tmp_path):
+def test_yaml_does_not_construct_objects(tmp_path):
     (tmp_path / "a.yaml").write_text("- !!python/object/apply:os.system [exit]\n")
-    with pytest.raises(TrainingError, match="is no YAML"):
+    with pytest.raises(TrainingError, match="is not YAML"):
         read_examples(tmp_path / "a.yaml")

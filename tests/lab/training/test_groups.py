@@ -1,4 +1,4 @@
-"""No text trains probes and tests them: what belongs together stays together, whatever was planted."""
+"""Copies, pairs and near-duplicates stay in one group and on one side of a split."""
 
 import unicodedata
 
@@ -20,7 +20,7 @@ def jaccard(a, b):
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(words, min_size=2, max_size=25), st.randoms(use_true_random=False), st.integers(0, 9))
-def test_copies_pairs_and_near_duplicates_are_groups_and_are_never_parted(texts, rng, seed):
+def test_copies_pairs_and_near_duplicates_stay_in_one_group(texts, rng, seed):
     """Beside all pairs compared, one by one."""
     planted = [list(text) for text in texts]
     for text in texts:
@@ -49,12 +49,12 @@ def test_copies_pairs_and_near_duplicates_are_groups_and_are_never_parted(texts,
         assert not set(group[mask]) & set(group[~mask])
 
 
-def test_texts_that_only_share_words_are_apart():
+def test_texts_that_only_share_words_are_separate_groups():
     texts = [" ".join(f"w{(7 * i + k * k) % 50}" for k in range(40)) for i in range(30)]
     assert len(set(group_texts(texts, [None] * 30).tolist())) == 30
 
 
-def test_words_need_no_spaces_between_them():
+def test_words_are_found_in_scripts_without_spaces():
     one = "小狗在花园里跑来跑去，然后它喝了一些水，又回到了它的房子里睡觉"
     near, other = one.replace("花园", "院子"), "轮船明天早上从港口出发，将于星期五晚上到达对面的岛屿"
     assert group_texts([one, other, near], [None] * 3).tolist() == [0, 1, 0]
@@ -63,7 +63,7 @@ def test_words_need_no_spaces_between_them():
 
 @settings(max_examples=60, deadline=None)
 @given(st.randoms(use_true_random=False), st.sampled_from(["NFC", "NFD", "NFKC", "NFKD"]))
-def test_a_copy_is_one_however_it_is_encoded(rng, form):
+def test_copy_in_another_encoding_is_the_same_group(rng, form):
     words = [
         "café",
         "naïve",
@@ -91,7 +91,7 @@ def test_a_copy_is_one_however_it_is_encoded(rng, form):
     assert len(places) == sum(word in ("whale", "café") for word in text.split())
 
 
-def test_labels_are_spread_by_their_shares_and_rare_ones_too():
+def test_labels_are_spread_by_their_shares_including_rare_ones():
     rng = np.random.default_rng(0)
     group = np.repeat(np.arange(400), rng.integers(1, 4, 400))
     labels = (rng.random((400, 3)) < [0.5, 0.1, 0.03]).astype(np.int8)[group]
@@ -102,7 +102,7 @@ def test_labels_are_spread_by_their_shares_and_rare_ones_too():
             assert abs(parts[name][positive].mean() - share) < 2.5 / positive.sum() + 0.01, (p, name)
 
 
-def test_the_split_is_of_the_seed():
+def test_split_depends_on_the_seed():
     group, labels = np.arange(50), (np.arange(50)[:, None] % 2).astype(np.int8)
     same, again, other = (split_groups(group, labels, SHARES, seed=seed) for seed in (1, 1, 2))
     assert all((same[name] == again[name]).all() for name in SHARES)

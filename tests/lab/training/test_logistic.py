@@ -1,4 +1,4 @@
-"""Weights are those of scikit-learn, alone and beside others; the baselines' features are what they say."""
+"""Trained weights and baseline features equal those of scikit-learn."""
 
 import numpy as np
 import pytest
@@ -35,7 +35,7 @@ def sklearn_weights(x, targets, p, l2):
     return fitted.coef_[0], fitted.intercept_[0]
 
 
-def test_weights_are_those_of_scikit_learn(problem):
+def test_weights_equal_scikit_learn(problem):
     x, targets = problem
     l2 = torch.tensor([0.1, 0.01, 0.001])
     w, b = fit_logistic(Dense(x), targets, l2)
@@ -45,7 +45,7 @@ def test_weights_are_those_of_scikit_learn(problem):
         assert abs(float(b[p]) - intercept) < 1e-4
 
 
-def test_features_that_lie_along_few_directions_take_few_steps():
+def test_ill_conditioned_features_converge_in_few_steps():
     """States do: steps that begin at the identity took a thousand passes here."""
     g = torch.Generator().manual_seed(0)
     part = torch.arange(3000) // 10
@@ -67,7 +67,7 @@ def test_features_that_lie_along_few_directions_take_few_steps():
     assert len(passes) < 30
 
 
-def test_sides_weigh_the_same_and_parts_too(problem):
+def test_classes_and_texts_are_weighted_equally(problem):
     _, targets = problem
     for p in range(3):
         weight = torch.from_numpy(row_weights(targets, p)).double()
@@ -78,7 +78,7 @@ def test_sides_weigh_the_same_and_parts_too(problem):
             assert of_side.std() < 1e-8
 
 
-def test_a_concept_does_not_depend_on_those_beside_it(problem):
+def test_concept_does_not_depend_on_the_others(problem):
     x, targets = problem
     l2 = torch.tensor([0.01, 0.01, 0.01])
     together = fit_logistic(Dense(x), targets, l2)[0]
@@ -87,7 +87,7 @@ def test_a_concept_does_not_depend_on_those_beside_it(problem):
         assert (together[p] - alone[0]).abs().max() < 1e-4
 
 
-def test_one_side_alone_says_nothing(problem):
+def test_concept_with_one_class_has_zero_weights(problem):
     x, targets = problem
     known = targets.known.clone()
     known[:, 1] = torch.where(known[:, 1] == 0, -1, known[:, 1])
@@ -109,7 +109,7 @@ def test_sparse_features_give_the_weights_of_dense_ones(problem):
             assert (first - second).abs().max() < 1e-4
 
 
-def test_directions_are_what_they_are_named(problem):
+def test_mean_difference_and_lda_directions_equal_their_definitions(problem):
     x, targets = problem
     known = targets.known[targets.part, 0]
     size = torch.bincount(targets.part, minlength=200)
@@ -125,7 +125,7 @@ def test_directions_are_what_they_are_named(problem):
     assert 0.2 < scores[known == 0].mean() < 0.5 < scores[known == 1].mean() < 0.8
 
 
-def test_words_are_those_of_scikit_learn():
+def test_tfidf_features_equal_scikit_learn():
     texts = ["A whale sings, a whale dives!", "the ship sails", "a ship, a whale", "the whale"]
     vocabulary = Vocabulary.of(texts)
     features = vocabulary.features([*texts, "nothing known here"])
@@ -140,7 +140,7 @@ def test_words_are_those_of_scikit_learn():
     assert places_of(["whale"], texts[0]) == [(2, 7), (17, 22)]
 
 
-def test_intervals_keep_groups_together():
+def test_intervals_resample_whole_groups():
     """Copies of a text add nothing to what is known: the interval stays as wide."""
     rng = np.random.default_rng(0)
     scores, known = rng.random(60), (np.arange(60) % 2).astype(np.int8)

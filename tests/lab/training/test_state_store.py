@@ -1,4 +1,4 @@
-"""States on disk are those of a forward, token by token; a killed collection goes on to the same bytes."""
+"""Stored states equal a forward, token by token; a killed collection resumes to the same bytes."""
 
 import hashlib
 import json
@@ -71,7 +71,7 @@ def test_a_chat_is_read_with_its_own_special_tokens(model, texts):
 
 
 @pytest.mark.parametrize("after", [1, 4])
-def test_a_killed_collection_goes_on_to_the_same_bytes(model, texts, tmp_path, monkeypatch, after):
+def test_killed_collection_resumes_to_the_same_bytes(model, texts, tmp_path, monkeypatch, after):
     monkeypatch.setattr(windows, "SHARD_DOCUMENTS", 8)
     plan = plan_of(model, texts, every=3)
     collect_states(plan, tmp_path / "whole")
@@ -104,7 +104,7 @@ def plan_again(plan):
     return StatePlan(plan.reader, plan.texts, plan.tokens, plan.kept)
 
 
-def test_states_of_anything_else_are_read_anew(model, texts, tmp_path):
+def test_states_of_another_model_or_damaged_files_are_read_again(model, texts, tmp_path):
     collect_states(plan_of(model, texts), tmp_path / "s")
     before = digest(tmp_path / "s")
     other = make_model(seed=1)
@@ -140,7 +140,7 @@ def test_states_of_anything_else_are_read_anew(model, texts, tmp_path):
         collect_states(plan_of(model, texts), tmp_path / "letters")
 
 
-def test_one_run_at_a_time_works_with_a_folder(tmp_path):
+def test_second_run_on_the_same_folder_is_refused(tmp_path):
     """The other is a process, as it would be: what it holds goes with it."""
     wait = "import sys, time\nfrom probemon.lab.training.state_store import held\n"
     wait += "with held(sys.argv[1]):\n    print(flush=True)\n    time.sleep(600)"
@@ -175,7 +175,7 @@ def test_a_budget_is_kept_and_whole_texts_come_first():
     assert sum(map(len, within_budget(wanted, whole, row_bytes=10, budget=50_000, seed=0))) == 5000
 
 
-def test_texts_that_have_no_room_are_not_read(model, texts, tmp_path, monkeypatch):
+def test_texts_outside_the_budget_are_not_read(model, texts, tmp_path, monkeypatch):
     whole = plan_of(model, texts)
     kept = [own if i % 3 else own[:0] for i, own in enumerate(whole.kept)]
     plan, read = StatePlan(whole.reader, whole.texts, whole.tokens, kept), []
@@ -188,7 +188,7 @@ def test_texts_that_have_no_room_are_not_read(model, texts, tmp_path, monkeypatc
         torch.testing.assert_close(store.states(SITES[0])[rows], every.states(SITES[0])[same])
 
 
-def test_tokens_that_are_collected_under_a_budget_are_drawn_evenly_and_never_over_it():
+def test_tokens_under_a_budget_are_drawn_evenly_and_never_exceed_it():
     wanted = [np.arange(n) for n in (3, 0, 5, 1, 11)]
     counts = [np.zeros(len(own)) for own in wanted]
     for seed in range(2000):

@@ -1,6 +1,6 @@
-"""From examples to a pack on tiny random hosts: what is claimed of it is what the written pack does.
+"""Training a pack on tiny random models: the reported quality is that of the written pack.
 
-The hosts are random, and so are the texts but for their letters: what is tested is the way from labels to scores.
+Models and texts are random except for the letters: the tests cover the path from labels to scores.
 """
 
 import copy
@@ -30,9 +30,9 @@ from probemon import DynamicProbeManager, ProbePack
 from probemon.cli.shell_words import in_shell
 from probemon.core.aggregate import Ema, over
 from probemon.core.score_counts import ScoreCounts
-from probemon.errors import ConfigError, HostMismatch, TrainingError
-from probemon.host.compatibility import host_problems
-from probemon.host.identity import stated_host
+from probemon.errors import ConfigError, ModelMismatch, TrainingError
+from probemon.host.compatibility import model_problems
+from probemon.host.identity import manifest_host
 from probemon.lab.training import TrainingSettings, train
 from probemon.lab.training.calibration import precision_thresholds, thresholds
 from probemon.lab.training.card import warnings
@@ -89,7 +89,7 @@ def scores_of(trained, model, text):
     return np.stack([scored.column(p) for p in range(trained.pack.n_probes)], axis=1)
 
 
-def test_what_is_claimed_is_what_the_written_pack_does(model, trained, settings):
+def test_reported_quality_equals_that_of_the_written_pack(model, trained, settings):
     """Area, thresholds and rates, from scores of the pack itself and labels by hand."""
     job = _Job(model, make_tokenizer(), TrainingSettings(**settings), trained.pack.directory, print, print)
     data = job.dataset(read_examples(rows()), None)
@@ -132,20 +132,20 @@ def test_scores_are_counted_in_little_memory():
 
 
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
-def test_the_pack_says_on_which_host_it_was_made(model, trained, tmp_path, settings):
-    assert host_problems(trained.pack, model, strict=True) == []
-    assert trained.pack.manifest["host"] == stated_host(model, "") and "adapters" not in trained.pack.manifest["host"]
+def test_pack_records_the_model_it_was_trained_on(model, trained, tmp_path, settings):
+    assert model_problems(trained.pack, model, strict=True) == []
+    assert trained.pack.manifest["host"] == manifest_host(model, "") and "adapters" not in trained.pack.manifest["host"]
     adapted = peft.get_peft_model(
         make_model(hidden=32), peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)
     ).eval()
     own = {**settings, "states": tmp_path / "states", "layers": (1,)}
     pack = train(adapted, rows(), tmp_path / "adapted", tokenizer=make_tokenizer(), **own).pack
-    assert host_problems(pack, adapted, strict=True) == []
-    [problem] = host_problems(pack, model, strict=True)
+    assert model_problems(pack, adapted, strict=True) == []
+    [problem] = model_problems(pack, model, strict=True)
     assert "adapters [] are active, adapted was made with ['default']" in problem
 
 
-def test_it_fires_on_its_own_letters_and_says_so_while_generating(model, trained):
+def test_trained_pack_fires_on_its_letters_during_generation(model, trained):
     z = trained.pack.find("zed")
     marks = "azbzcdzefzgh"
     assert scores_of(trained, model, marks)[:, z].mean() > scores_of(trained, model, "abbrcdsefwgh")[:, z].mean() + 0.1
@@ -173,7 +173,7 @@ def test_the_same_seed_gives_the_same_bytes(model, trained, tmp_path, settings):
     assert other.pack.alert_threshold.tolist() != trained.pack.alert_threshold.tolist()
 
 
-def test_a_second_run_reads_next_to_no_states(model, trained, tmp_path, settings, monkeypatch):
+def test_second_run_reuses_stored_states(model, trained, tmp_path, settings, monkeypatch):
     from probemon.lab.corpora.state_reader import StateReader
 
     calls, real = [], StateReader.run
@@ -182,7 +182,7 @@ def test_a_second_run_reads_next_to_no_states(model, trained, tmp_path, settings
     assert len(calls) == 1  # to see that the host still makes the same of three texts
 
 
-def test_thresholds_to_a_precision_are_a_set_of_their_own(model, tmp_path, settings):
+def test_precision_thresholds_are_a_separate_alert_set(model, tmp_path, settings):
     many = {**settings, "states": tmp_path / "s", "layers": (1,)}
     found = train(model, rows(400), tmp_path / "p", tokenizer=make_tokenizer(), **many, precision=0.7)
     assert found.pack.alert_sets == ("precision_0.7", "rate_0.01")
@@ -200,7 +200,7 @@ def test_thresholds_to_a_precision_are_a_set_of_their_own(model, tmp_path, setti
     assert any("299 texts" in line and "to show 99 %" in line for line in warnings(stricter))
 
 
-def test_a_precision_by_chance_is_not_believed():
+def test_chance_precision_is_not_accepted():
     """Labels of whole texts, scores that know nothing of them but that tokens of one text are alike."""
     rng, reached = np.random.default_rng(0), 0
     for _ in range(200):
@@ -213,7 +213,7 @@ def test_a_precision_by_chance_is_not_believed():
 
 
 @pytest.mark.parametrize(("target", "share", "n"), [(0.9, 0.895, 500), (0.8, 0.795, 500)])
-def test_a_precision_just_under_the_target_is_shown_as_rarely_as_claimed(target, share, n):
+def test_precision_just_below_the_target_is_rarely_accepted(target, share, n):
     """However high the threshold, too few are right: whatever is found is wrong, one in twenty is claimed."""
     rng, reached = np.random.default_rng(0), 0
     for _ in range(100):
@@ -244,7 +244,7 @@ def test_a_precision_that_rises_with_the_score_is_found():
         assert found.reached == shown
 
 
-def test_thresholds_of_tokens_keep_their_rate_though_tokens_of_a_text_are_alike():
+def test_token_thresholds_keep_their_rate_if_tokens_of_a_text_correlate():
     """The rate on fresh texts is over the one asked for no more often than is claimed."""
     rng, over_rate, naive = np.random.default_rng(1), 0, 0
 
@@ -266,7 +266,7 @@ def test_thresholds_of_tokens_keep_their_rate_though_tokens_of_a_text_are_alike(
     assert not few.holds and few.effective == 10  # of ten texts
 
 
-def test_a_threshold_is_a_little_over_the_score_that_it_lies_on():
+def test_threshold_is_slightly_above_the_score_it_lies_on():
     """Texts that begin alike score alike, and another way to compute a score differs in its last bits."""
     everyone, benign = np.arange(40), np.ones((40, 1), dtype=bool)
     for value in (1e-7, 0.2, 0.5, 0.999, 1 - 2e-7):
@@ -284,7 +284,7 @@ def test_a_threshold_is_a_little_over_the_score_that_it_lies_on():
     assert found.fired == (scores > found.value).sum()  # where the next score is nearer than that, it still fires
 
 
-def test_a_concept_that_can_never_fire_is_said_to_be_so(model, tmp_path, caplog):
+def test_concept_that_can_never_fire_is_reported(model, tmp_path, caplog):
     rng = random.Random(0)
     given = [{"text": text(rng, "z"), "labels": ["zed"]} for _ in range(40)]
     given += [{"text": text(rng), "not": ["zed"]} for _ in range(40)]
@@ -300,7 +300,7 @@ def test_a_concept_that_can_never_fire_is_said_to_be_so(model, tmp_path, caplog)
     assert "p: 1 concept never fires (alert threshold 1): 'zed'" in caplog.text
 
 
-def test_one_concept_with_positives_alone_is_compared_fairly(model, tmp_path):
+def test_concept_with_only_positives_is_compared_with_background(model, tmp_path):
     rng = random.Random(0)
     only = [{"text": text(rng, "z"), "labels": ["zed"]} for _ in range(60)]
     found = train(model, only, tmp_path / "only", tokenizer=make_tokenizer(), states=tmp_path / "s", layers=(0, 1))
@@ -313,7 +313,7 @@ def test_one_concept_with_positives_alone_is_compared_fairly(model, tmp_path):
     assert any("compared with background text" in line for line in warnings(found.quality))
 
 
-def test_what_is_without_a_concept_has_to_train_calibrate_and_test(model, tmp_path):
+def test_negatives_must_suffice_to_train_calibrate_and_test(model, tmp_path):
     rng = random.Random(0)
     own = [{"text": text(rng, "z"), "labels": ["zed"]} for _ in range(40)]
     others = [{"text": text(rng), "not": ["zed"], "group": "one"} for _ in range(40)]
@@ -324,7 +324,7 @@ def test_what_is_without_a_concept_has_to_train_calibrate_and_test(model, tmp_pa
     assert found.quality["concepts"]["zed"]["beside_background"] and found.quality["sites"][0]["auroc"] > 0.8
 
 
-def test_a_child_that_nothing_tells_from_its_parent_is_told(model, tmp_path):
+def test_child_indistinguishable_from_its_parent_is_refused(model, tmp_path):
     rng = random.Random(0)
     tree = [
         {"id": "marked", "examples": [text(rng, "xk") for _ in range(30)]},
@@ -342,7 +342,7 @@ def test_a_child_that_nothing_tells_from_its_parent_is_told(model, tmp_path):
     assert scores["z"][z] > 1.5 * scores["xk"][z]
 
 
-def test_a_budget_leaves_out_whole_texts_and_says_so(model, tmp_path):
+def test_budget_leaves_out_whole_texts_and_reports_them(model, tmp_path):
     given = {"tokenizer": make_tokenizer(), "layers": (1,)}
     long = [{**row, "text": row["text"] * 40} for row in rows(120)]
     found = train(model, long, tmp_path / "p", **given, background=False, states=tmp_path / "s", budget=1 << 20)
@@ -355,11 +355,11 @@ def test_a_budget_leaves_out_whole_texts_and_says_so(model, tmp_path):
     said = [line for line in warnings(found.quality) if line.startswith("The budget had no room for all")]
     assert len(said) == 2 and f"{left_out['test']['texts']} of test" in said[0] and "of train" in said[1]
     longer = [{**row, "text": row["text"] * 40} for row in long]
-    with pytest.raises(TrainingError, match=r"no text has room to \w+ on in the budget of 1048576 bytes"):
+    with pytest.raises(TrainingError, match=r"no text to \w+ on fits in the budget of 1048576 bytes"):
         train(model, longer, tmp_path / "q", **given, background=False, states=tmp_path / "s2", budget=1 << 20)
 
 
-def test_tokens_that_have_no_room_in_memory_are_said_to_be_left_out(model, trained, tmp_path):
+def test_tokens_beyond_the_memory_limit_are_reported(model, trained, tmp_path):
     whole = trained.quality["drawn"]
     assert whole["probes"] == whole["layers"] == {"tokens": n_train(trained), "of": n_train(trained)}
     assert not any("had room in memory" in line for line in warnings(trained.quality))
@@ -378,7 +378,7 @@ def n_train(found):
     return found.quality["examples"]["train"]["tokens"]
 
 
-def test_labels_of_chance_are_said_to_tell_nothing(model, tmp_path):
+def test_random_labels_are_reported_as_uninformative(model, tmp_path):
     rng = random.Random(3)
     labels = [{"text": text(rng), **({"labels": ["it"]} if i % 2 else {"not": ["it"]})} for i in range(160)]
     found = train(
@@ -390,10 +390,10 @@ def test_labels_of_chance_are_said_to_tell_nothing(model, tmp_path):
     assert "`it` is not shown to beat the words of a text (TF-IDF)" in found.pack.card_text().splitlines()[2]
 
 
-def test_areas_of_a_handful_of_texts_and_thresholds_that_do_not_hold_are_said_to_be_so(trained):
+def test_small_test_sets_and_failed_thresholds_are_reported(trained):
     quality = trained.quality
     few = {id: {**found, "n_negative": 4} for id, found in quality["concepts"].items() if id == "zed"}
-    assert not any("next to nothing" in said for said in warnings(quality))
+    assert not any("mean little" in said for said in warnings(quality))
     assert any(
         "The areas of `zed` are of so few" in said and "(of one side 4)" in said
         for said in warnings({**quality, "concepts": {**quality["concepts"], **few}})
@@ -405,7 +405,7 @@ def test_areas_of_a_handful_of_texts_and_thresholds_that_do_not_hold_are_said_to
     assert any("more fires of `zed`: up to 26.5% of the tokens" in line for line in said)
 
 
-def test_a_hierarchy_is_learnt_below_its_parents(model, tmp_path):
+def test_children_are_trained_within_their_parents(model, tmp_path):
     rng = random.Random(0)
     tree = [
         {"id": "marked", "examples": [text(rng, "xk") for _ in range(12)]},
@@ -450,7 +450,7 @@ def test_spans_train_their_tokens(model, tmp_path):
     assert np.mean(np.asarray(fresh) > threshold) < 0.35
 
 
-def test_a_turn_that_says_what_the_template_says_is_found_in_its_place():
+def test_turn_with_the_templates_own_words_is_located_correctly():
     tokenizer = make_tokenizer()
     tokenizer.chat_template = "{% for m in messages %}<{{ m.role }}>{{ m.content | trim }}</s>{% endfor %}"
     turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": " user "}]
@@ -475,7 +475,7 @@ def test_a_turn_that_says_what_the_template_says_is_found_in_its_place():
 
 @pytest.mark.parametrize("of_user", ["", " | trim", ".lstrip()", ".rstrip()", ".strip('\\n')"])
 @pytest.mark.parametrize("of_assistant", ["", " | trim", ".lstrip()", ".rstrip()", ".strip('\\n')"])
-def test_turns_that_a_template_strips_each_in_its_own_way_are_found(of_user, of_assistant):
+def test_turns_are_located_however_a_template_strips_them(of_user, of_assistant):
     tokenizer = make_tokenizer()
     tokenizer.chat_template = (
         "{% for m in messages %}\n{% if m.role == 'user' %}{{ m.content" + of_user + " }}"
@@ -491,7 +491,7 @@ def test_turns_that_a_template_strips_each_in_its_own_way_are_found(of_user, of_
     assert all(content in own for own, content in zip(said, stand, strict=True))
 
 
-def test_one_answer_to_two_questions_is_not_parted(model):
+def test_equal_answers_to_different_questions_stay_in_one_split(model):
     tokenizer = make_tokenizer()
     tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{{ eos_token }}{% endfor %}"
     rng, chats = random.Random(0), []
@@ -550,7 +550,7 @@ def test_chats_train_on_the_turns_of_a_role(model, tmp_path):
         ("{% for m in messages %}{{ m.content }}{{ eos_token }}{% endfor %}", ("system",)),
     ],
 )
-def test_a_background_that_the_template_does_not_take_is_named_with_its_remedy(model, tmp_path, template, roles):
+def test_background_that_the_template_rejects_is_named_with_a_remedy(model, tmp_path, template, roles):
     tokenizer = make_tokenizer()
     tokenizer.chat_template = template
     with pytest.raises(TrainingError) as caught:
@@ -559,7 +559,7 @@ def test_a_background_that_the_template_does_not_take_is_named_with_its_remedy(m
     assert said.startswith("the background text") and said.endswith("leave it out (--no-background)")
 
 
-def test_texts_that_train_and_test_are_said_to_be_the_same(model, tmp_path):
+def test_overlapping_training_and_test_texts_are_reported(model, tmp_path):
     own = read_examples(rows(24))
     reader = TextReader(model, make_tokenizer(), ["resid_post.0"])
     with pytest.raises(TrainingError, match=r"of --test are the training's, too: 48 of 48 groups of the training only"):
@@ -567,7 +567,7 @@ def test_texts_that_train_and_test_are_said_to_be_the_same(model, tmp_path):
     assert Dataset.of_examples(own, reader, outside=read_examples(rows(2), like=own)).of("train").any()
 
 
-def test_what_is_held_out_trains_nothing_and_is_judged_apart(model, tmp_path):
+def test_held_out_groups_are_not_trained_on_and_judged_separately(model, tmp_path):
     labelled = [{**row, "group": "far" if i < 20 else None} for i, row in enumerate(rows(60))]
     elsewhere = rows(20, seed=5)
     found = train(
@@ -582,11 +582,11 @@ def test_what_is_held_out_trains_nothing_and_is_judged_apart(model, tmp_path):
     )
     assert found.quality["examples"]["outside"]["texts"] == 20 + 40
     assert found.quality["concepts"]["zed"]["outside"]["auroc"] > 0.9
-    with pytest.raises(TrainingError, match="no example is of the group 'near'"):
+    with pytest.raises(TrainingError, match="no example is of the held-out group 'near'"):
         train(model, labelled, tmp_path / "x", tokenizer=make_tokenizer(), background=False, held_out=("near",))
 
 
-def test_background_teaches_to_be_quiet(model, tmp_path):
+def test_background_lowers_the_firing_rate(model, tmp_path):
     tokenizer = make_tokenizer()
     loud = train(model, rows(), tmp_path / "l", tokenizer=tokenizer, background=False, states=tmp_path / "s")
     quiet = train(model, rows(), tmp_path / "q", tokenizer=tokenizer, states=tmp_path / "s2")
@@ -625,15 +625,15 @@ FAMILIES = {
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_hosts_of_other_families_train_unchanged(model, tmp_path, family):
+def test_models_of_other_families_can_be_trained_on(model, tmp_path, family):
     host = FAMILIES[family]().eval()
     found = train(host, rows(), tmp_path / family, tokenizer=make_tokenizer(), background=False, states=tmp_path / "s")
     assert min(concept["auroc"] for concept in found.quality["concepts"].values()) > 0.85
-    with pytest.raises(HostMismatch):
+    with pytest.raises(ModelMismatch):
         DynamicProbeManager(found.pack).attach(model, make_tokenizer(), strict=True)
 
 
-def test_too_few_examples_and_wrong_settings_are_told(model, tmp_path):
+def test_too_few_examples_and_invalid_settings_are_refused(model, tmp_path):
     few = rows(6)
     with pytest.raises(TrainingError, match=r"'zed' has examples in 3 groups.*give 8 or more"):
         train(model, few, tmp_path / "x", tokenizer=make_tokenizer(), background=False)

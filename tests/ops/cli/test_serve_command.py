@@ -1,4 +1,4 @@
-"""The command serve: what it refuses before a model is loaded, and the demo served to the official client."""
+"""The command serve: what it refuses before it loads a model, and the demo served to the official client."""
 
 import hashlib
 import json
@@ -39,11 +39,11 @@ MESSAGES = [{"role": "user", "content": "Tell me about whales."}]
         (["--at-once", "0"], "at_once"),
         (["--threads", "-1"], "--threads"),
         (["--alert-set", "none"], "none"),
-        (["--deployment", "examples/watch.yaml", "--alert-set", "none"], "--alert-set is for the deployment file"),
+        (["--deployment", "examples/watch.yaml", "--alert-set", "none"], "--alert-set belongs in the deployment file"),
         (["--deployment", "pyproject.toml"], "pyproject.toml"),
     ],
 )
-def test_arguments_are_checked_before_a_model_is_loaded(monkeypatch, capsys, arguments, words):
+def test_arguments_are_checked_before_the_model_is_loaded(monkeypatch, capsys, arguments, words):
     monkeypatch.setattr(command, "load_aloud", None)
     monkeypatch.setattr(sys, "argv", ["probemon", "serve", "demo", *arguments])
     with pytest.raises(SystemExit) as ended:
@@ -52,7 +52,7 @@ def test_arguments_are_checked_before_a_model_is_loaded(monkeypatch, capsys, arg
     assert ended.value.code == 2 and words in error and error.count("\n") == 1
 
 
-def test_port_that_is_taken_is_said_before_a_model_is_loaded(monkeypatch, capsys):
+def test_taken_port_is_reported_before_the_model_is_loaded(monkeypatch, capsys):
     monkeypatch.setattr(command, "load_aloud", None)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
@@ -93,7 +93,7 @@ def demo(tmp_path_factory):
         process.communicate()
 
 
-def test_demo_answers_the_official_client_with_the_concepts_that_a_watched_run_has(demo):
+def test_served_demo_answer_has_the_concepts_of_a_watched_run(demo):
     model, tokenizer = load_bundled(torch.bfloat16)
     inputs = encode(tokenizer, MESSAGES)
     torch.set_num_threads(1)
@@ -123,13 +123,13 @@ def test_demo_answers_the_official_client_with_the_concepts_that_a_watched_run_h
     ]
 
 
-def test_a_signal_has_the_file_read_again_and_a_bad_one_is_refused(demo):
+def test_sighup_reloads_the_deployment_and_refuses_a_bad_one(demo):
     address, token, process, path = demo
     rule = {"concepts": ["whale"], "above": 0.0, "action": "record", "on_blind": "pass"}
     written(path, [{**rule, "concepts": ["no such concept"]}])
     process.send_signal(signal.SIGHUP)
     said = process.stdout.readline()
-    assert "not reloaded, what held before goes on: watch.json, line 1: rules[0]" in said
+    assert "not reloaded, the previous file still applies: watch.json, line 1: rules[0]" in said
     written(path, [rule])
     process.send_signal(signal.SIGHUP)
     sha256 = Deployment.read(path).sha256
@@ -142,7 +142,7 @@ def test_a_signal_has_the_file_read_again_and_a_bad_one_is_refused(demo):
     assert told["events"] and told["summary"]["deployment"] == sha256
 
 
-def test_signal_ends_the_server_without_a_traceback(demo):
+def test_sigterm_ends_the_server_without_a_traceback(demo):
     _, _, process, _ = demo
     process.send_signal(signal.SIGTERM)
     out, error = process.communicate(timeout=30)

@@ -1,4 +1,4 @@
-"""A deployment file: what is wrong in it is told with its line; what is right does what the same calls in Python do."""
+"""A deployment file does what the same calls do in Python, and an error in it is reported with its line."""
 
 import copy
 import hashlib
@@ -19,7 +19,7 @@ from corpora import make_tokenizer
 from deployed import GREEDY, PROMPT, text_of, with_pack, written
 from fuzzed_deployments import at_random
 from probemon import DynamicProbeManager, JsonLinesSink
-from probemon.errors import ConfigError, DeploymentError, HostMismatch, PackError, ProbemonError
+from probemon.errors import ConfigError, DeploymentError, ModelMismatch, PackError, ProbemonError
 from probemon.ops.deployment.cost import cost_of
 from probemon.ops.deployment.deployment import Deployment, schema
 from probemon.ops.judges.escalation import Escalate
@@ -31,7 +31,7 @@ def folder(tmp_path_factory):
 
 
 @pytest.mark.parametrize("kind", ["yaml", "json"])
-def test_a_file_does_what_the_same_calls_do(folder, kind):
+def test_deployment_file_does_what_the_same_calls_do(folder, kind):
     text = text_of(folder) + "sinks:\n  - {kind: jsonl, path: scores.jsonl, top_k: 3, overwrite: true}\n"
     text = text if kind == "yaml" else json.dumps(yaml.safe_load(text), indent=1)
     model = make_model()
@@ -59,7 +59,7 @@ def test_a_file_does_what_the_same_calls_do(folder, kind):
     assert b.deployment is None
 
 
-def test_at_a_token_that_was_not_seen_each_rule_does_what_it_says(folder):
+def test_each_rule_follows_its_on_blind_at_an_unseen_token(folder):
     model, text = make_model(), text_of(folder).replace("on_blind: pass", "on_blind: stop")
     manager = DynamicProbeManager.from_deployment(written(folder, text))
 
@@ -74,7 +74,7 @@ def test_at_a_token_that_was_not_seen_each_rule_does_what_it_says(folder):
     assert len(run.gaps) >= 1 and any(event.blind for event in run.events)
 
 
-def test_a_file_says_what_is_unusual_as_calls_do(folder):
+def test_deployment_rules_take_baseline_aggregates(folder):
     text = text_of(folder).replace("above: 0.2", "above: 1.5\n    aggregate: z:last:16")
     text = text.replace("action: stop", "action: record")
     model, long = make_model(), {**GREEDY, "max_new_tokens": 40}
@@ -92,7 +92,7 @@ def crossings(values, above):
     return values[over & ~np.concatenate([[False], over[:-1]])].tolist()
 
 
-def test_a_stream_has_the_rules_too(folder):
+def test_stream_uses_the_deployment_rules(folder):
     path = written(folder, text_of(folder))
     events = list(
         DynamicProbeManager.from_deployment(path).stream(make_model(), make_tokenizer(), "some words", **GREEDY)
@@ -100,7 +100,7 @@ def test_a_stream_has_the_rules_too(folder):
     assert events[-1].result.deployment == Deployment.read(path).sha256 and len(events) < GREEDY["max_new_tokens"]
 
 
-def test_what_it_says_has_one_hash_however_it_is_written(folder):
+def test_deployment_hash_depends_on_content_not_on_format(folder):
     text = text_of(folder)
     content = yaml.safe_load(text)
     same = [f"# a remark\n{text}\n", yaml.safe_dump(content), json.dumps(content)]
@@ -112,7 +112,7 @@ def test_what_it_says_has_one_hash_however_it_is_written(folder):
 
 
 @pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda manager: pickle.loads(pickle.dumps(manager))])
-def test_a_copied_manager_has_the_rules_too(folder, copied):
+def test_copied_manager_keeps_the_deployment_rules(folder, copied):
     manager = copied(DynamicProbeManager.from_deployment(written(folder, text_of(folder))))
     run = manager.attach(make_model())
     assert run.deployment.sha256 == Deployment.read(folder / "watch.yaml").sha256
@@ -120,7 +120,7 @@ def test_a_copied_manager_has_the_rules_too(folder, copied):
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda manager: pickle.loads(pickle.dumps(manager))])
-def test_a_manager_whose_rules_have_judges_is_copied_too(folder, copied):
+def test_manager_with_judges_can_be_copied(folder, copied):
     text = text_of(folder).replace("action: record", f"{JUDGED}pass", 1)
     manager = copied(DynamicProbeManager.from_deployment(written(folder, text)))
     assert [isinstance(rule.action, Escalate) for rule in manager.deployment.rules(manager.pack)].count(True) == 1
@@ -142,7 +142,7 @@ CASES = [
     ("above: 0.2", "above: 3\n    aggregate: z:last:8", 14, "last is 8: it counts tokens, so give 16 or more"),
     ("above: 0.2", "above: 300\n    aggregate: z:last:64", 14, "z:last:64 lies between 0 and 133.084"),
     ("above: 0.2", "above: 3\n    aggregate: z:pack", 14, "probemon calibrate --benign FILE --statistics counts it"),
-    ("above: 0.2", "above: .nan", 15, "nan is no number that can be meant"),
+    ("above: 0.2", "above: .nan", 15, "nan is not a usable number"),
     ("above: 0.2", "above: 0.2\n    rate: 0.1", 16, "above is given, too"),
     ("above: 0.2", "above: 0.2\n    above: 0.3", 16, "'above' is in line 15 already"),
     ("above: 0.2", "above: &x 0.2\n    for_tokens: *x", 16, "an alias hides"),
@@ -155,8 +155,8 @@ CASES = [
     ("manifest_sha256: ", "manifest_sha256: 0", 8, "does not match"),
     ("model: tiny", "model: large", 7, "was made for tiny, host.model is large"),
     ("pack: pack\n", "pack: pock\n", 7, "pock"),
-    ("concepts: [c9]", "concepts: [c9", 15, "is no YAML"),
-    ("name: two rules", "name: 2026-13-45", 1, "is no YAML: month must be in"),
+    ("concepts: [c9]", "concepts: [c9", 15, "is not YAML"),
+    ("name: two rules", "name: 2026-13-45", 1, "is not YAML: month must be in"),
     ("name: two rules", "name: 3", 2, "3 is not of type 'string'"),
     ("audit_rate: 1", "exclude: [c9]\ndepth: {c1: 2}", 11, "c11 has a rule or is always_on, and include, exclude"),
     ("audit_rate: 1", "include: [c0, c1]\nexclude: [c2, c77]", 13, "has no concept 'c77'"),
@@ -193,7 +193,7 @@ CASES = [
         "so give 'stop'",
     ),
     ("audit_rate: 1", "breaker: {errors: 2.0}", 12, "errors is 2.0: it counts errors, so give 1 or more"),
-    ("audit_rate: 1", f"budget: {{ms: 1{400 * '0'}}}", 12, "is no number that can be meant here"),
+    ("audit_rate: 1", f"budget: {{ms: 1{400 * '0'}}}", 12, "is not a usable number here"),
     ("audit_rate: 1", "sinks:\n  - {kind: parquet, path: a.parquet, top_k: 3}", 13, "top_k is of jsonl"),
     ("audit_rate: 1", "sinks:\n  - {kind: jsonl, path: nowhere/a.jsonl}", 13, "nowhere is not a folder: make it first"),
     (
@@ -210,7 +210,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("old", "new", "line", "said"), CASES, ids=[f"{new.strip()[:30]}" for _, new, *_ in CASES])
-def test_what_is_wrong_is_told_with_its_line(folder, old, new, line, said):
+def test_deployment_error_names_its_line(folder, old, new, line, said):
     text = text_of(folder)
     assert old in text
     with pytest.raises((DeploymentError, PackError), match=re.escape(said)) as raised:
@@ -218,11 +218,11 @@ def test_what_is_wrong_is_told_with_its_line(folder, old, new, line, said):
         pack = deployment.open_packs()
         cost_of(deployment, pack)
         deployment.check_parts(pack)
-    if "no YAML: month" not in said:
+    if "not YAML: month" not in said:
         assert f"watch.yaml, line {line}" in str(raised.value), raised.value
 
 
-def test_a_group_that_is_cut_is_told_with_the_line_that_cuts_it(tmp_path):
+def test_cut_softmax_group_is_reported_with_the_line_that_cuts_it(tmp_path):
     grouped_packs.write(tmp_path / "pack", (), torch.float32)
     sha256 = hashlib.sha256((tmp_path / "pack/manifest.json").read_bytes()).hexdigest()
     packs = f"packs:\n  - pack: pack\n    manifest_sha256: {sha256}"
@@ -234,36 +234,36 @@ def test_a_group_that_is_cut_is_told_with_the_line_that_cuts_it(tmp_path):
         cost_of(deployment, deployment.open_packs())
 
 
-def test_another_host_is_refused_by_its_line(folder):
+def test_another_model_is_refused_with_the_line_of_host(folder):
     manager = DynamicProbeManager.from_deployment(written(folder, text_of(folder)))
     with (
         pytest.warns(UserWarning, match="weights are others"),
-        pytest.raises(HostMismatch, match=r"yaml, line 5: host"),
+        pytest.raises(ModelMismatch, match=r"yaml, line 5: host"),
     ):
         manager.attach(make_model(seed=1))
     with (
         pytest.warns(UserWarning, match="weights are others"),
-        pytest.raises(HostMismatch, match=r"yaml, line 5: host"),
+        pytest.raises(ModelMismatch, match=r"yaml, line 5: host"),
     ):
         manager.analyze(make_model(seed=1), make_tokenizer(), ["w5 w6"], folder / "analysed")
-    with pytest.raises(ConfigError, match="keep_top_k is for the deployment file to say"):
+    with pytest.raises(ConfigError, match="keep_top_k belongs in the deployment file"):
         DynamicProbeManager.from_deployment(folder / "watch.yaml", keep_top_k=3)
-    with pytest.raises(DeploymentError, match="is no file"):
+    with pytest.raises(DeploymentError, match="is not a file"):
         DynamicProbeManager.from_deployment(folder / "none.yaml")
 
 
 @pytest.mark.filterwarnings("ignore:random was made for tiny")
-def test_a_host_that_is_named_has_the_weights_that_its_packs_know(folder):
+def test_named_model_without_fingerprint_is_checked_against_the_packs(folder):
     text = re.sub(r"  fingerprint: .*\n", "", text_of(folder))
     manager = DynamicProbeManager.from_deployment(written(folder, text))
     manager.attach(make_model())
-    with pytest.raises(HostMismatch, match=r"watch\.yaml, line 4: host\.model: random was made for tiny"):
+    with pytest.raises(ModelMismatch, match=r"watch\.yaml, line 4: host\.model: random was made for tiny"):
         manager.attach(make_model(seed=1))
     unnamed = DynamicProbeManager.from_deployment(written(folder, text.replace("host:\n  model: tiny\n", "")))
     unnamed.attach(make_model(seed=1))  # warns, as everywhere
 
 
-def test_the_cost_is_that_of_the_plan(folder):
+def test_deployment_cost_matches_the_managers_plan(folder):
     deployment = Deployment.read(written(folder, text_of(folder)))
     cost = cost_of(deployment, deployment.open_packs())
     manager = DynamicProbeManager.from_deployment(folder / "watch.yaml")
@@ -274,7 +274,7 @@ def test_the_cost_is_that_of_the_plan(folder):
     assert cost.always_bytes == cost.weight_bytes * cost.n_always // 40
 
 
-def test_what_is_left_out_is_what_the_settings_leave_out(folder):
+def test_deployment_include_exclude_depth_equal_the_settings(folder):
     part = {"include": ["c0", "c*1*"], "exclude": ["c26"], "depth": {"c0": 2}}
     text = text_of(folder).partition("rules:")[0].replace("always_on: [c11]\n", "") + yaml.safe_dump(part)
     path, model = written(folder, text), make_model()
@@ -295,13 +295,13 @@ def test_what_is_left_out_is_what_the_settings_leave_out(folder):
     assert (a.coverage.excluded[seen] == 40 - cost.n_watched).all() and not a.coverage.excluded[~seen].any()
 
 
-def test_the_schema_is_one_and_every_part_of_it_is_explained():
+def test_every_part_of_the_schema_has_a_description():
     whole = schema()
     jsonschema.Draft202012Validator.check_schema(whole)
     assert all("description" in part for part in whole["properties"].values())
 
 
-def test_the_example_is_right_and_is_the_one_of_the_page():
+def test_example_deployment_is_valid_and_shown_in_the_docs():
     example = Path(__file__).parents[3] / "examples/watch.yaml"
     deployment = Deployment.read(example)
     assert cost_of(deployment, deployment.open_packs()).n_rules == 3
@@ -311,6 +311,6 @@ def test_the_example_is_right_and_is_the_one_of_the_page():
     assert named == set(schema()["properties"])
 
 
-def test_files_at_random_end_in_an_error_with_a_line_or_are_right(folder):
+def test_randomly_mutated_files_are_valid_or_fail_with_a_line(folder):
     ends = at_random(folder, text_of(folder), 200)
     assert ends["read"] > 30 and ends["DeploymentError"] > 60

@@ -1,6 +1,4 @@
-"""A monitor of drift on a real tiny host with random probes: each planted drift is found and named, and none where
-nothing changed.
-"""
+"""The drift monitor on a tiny model with random probes names each planted drift, and none without a change."""
 
 import json
 import logging
@@ -99,7 +97,7 @@ def unpinned(reference, path):
     return path
 
 
-def test_what_is_counted_is_what_plain_forwards_show(manager, model, rare):
+def test_drift_counts_equal_those_of_plain_forwards(manager, model, rare):
     drift = DriftMonitor(manager)
     watch(manager, model, drift, range(2))
     frozen, traits = drift.freeze(), []
@@ -121,7 +119,7 @@ def test_what_is_counted_is_what_plain_forwards_show(manager, model, rare):
     assert (frozen.counts.norms == expected.norms).all()
 
 
-def test_special_tokens_that_a_request_begins_with_are_not_counted(manager, rare):
+def test_leading_special_tokens_are_not_counted(manager, rare):
     """As in the documents of a reference that calibrate makes. One that comes later is counted."""
     model, drift, rows, traits = make_model(), DriftMonitor(manager), [], []
     model.config.bos_token_id = 3
@@ -147,7 +145,7 @@ def test_special_tokens_that_a_request_begins_with_are_not_counted(manager, rare
     assert (frozen.counts.norms == expected.norms).all()
 
 
-def test_what_goes_on_from_a_cache_is_left_out(manager, model, reference):
+def test_requests_continuing_a_cache_are_not_counted(manager, model, reference):
     """Nobody saw its beginning, or it was counted with another request; a reference has whole ones."""
     drift, cache, ids = DriftMonitor(manager, reference), DynamicCache(config=model.config), prompts(0, n=1)
     with torch.no_grad():
@@ -169,7 +167,7 @@ def test_what_goes_on_from_a_cache_is_left_out(manager, model, reference):
     assert rows and (drift.n_requests, drift.n_incomplete) == (1 + 4 - len(rows), 2 + len(rows))
 
 
-def test_a_request_counts_once_where_several_runs_are_open(manager, model, reference):
+def test_request_counts_once_when_several_runs_are_open(manager, model, reference):
     drift, ids = DriftMonitor(manager, reference), prompts(0, n=1)
     with manager.attach(model, followers=[drift]), pytest.raises(ConfigError, match=r"same ones.*one_thread=True"):
         manager.attach(model, followers=[drift], one_thread=True).__enter__()
@@ -195,7 +193,7 @@ def test_a_request_counts_once_where_several_runs_are_open(manager, model, refer
     assert drift.report()["n_requests"] == 3
 
 
-def test_nothing_is_raised_where_nothing_changed_and_watching_changes_nothing(manager, model, reference):
+def test_unchanged_traffic_raises_no_alarm_and_tokens_stay_the_same(manager, model, reference):
     drift = DriftMonitor(manager, reference)
     health = watch(manager, model, drift, range(100, 130))
     assert drift.alarms == () and drift.n_alarms == 0 and drift.report()["n_requests"] == 1500
@@ -206,7 +204,7 @@ def test_nothing_is_raised_where_nothing_changed_and_watching_changes_nothing(ma
     assert torch.equal(watched, model.generate(ids, attention_mask=torch.ones_like(ids), **GREEDY))
 
 
-def test_other_traffic_is_found_in_base_rates(manager, model, reference, caplog):
+def test_changed_traffic_raises_base_rate_alarms(manager, model, reference, caplog):
     """Requests of few tokens: some concepts fire more often, others less."""
     drift, heard = DriftMonitor(manager, reference), []
     drift.on_alarm(heard.append)
@@ -224,7 +222,7 @@ def test_other_traffic_is_found_in_base_rates(manager, model, reference, caplog)
     assert health.checks[-1].state == "warning" and health.ok and health.checks[-1].what.startswith("base_rate: ")
 
 
-def test_a_host_that_is_scaled_is_found_in_norms(manager, model, reference):
+def test_scaled_hidden_states_raise_a_norms_alarm(manager, model, reference):
     """By a hook, so that no weight of the host is another, and the fingerprint says nothing."""
     drift = DriftMonitor(manager, reference)
     handle = model.model.layers[1].register_forward_hook(
@@ -246,7 +244,7 @@ def test_a_host_that_is_scaled_is_found_in_norms(manager, model, reference):
         ("scores", lambda w, root: w["b3"][root].add_(1.5)),
     ],
 )
-def test_a_probe_that_became_another_is_found(rare, model, reference, tmp_path, kind, change):
+def test_changed_probe_raises_an_alarm_for_its_concept(rare, model, reference, tmp_path, kind, change):
     other = changed_pack(rare, tmp_path / "other", lambda weights: change(weights, 0))
     manager = DynamicProbeManager(other)
     with pytest.raises(ConfigError, match="the reference is of other probes"):
@@ -258,7 +256,7 @@ def test_a_probe_that_became_another_is_found(rare, model, reference, tmp_path, 
     assert {alarm.concept for alarm in drift.alarms if alarm.kind in ("constant", "saturated")} <= {found[0].concept}
 
 
-def test_another_host_is_said_to_be_that_and_nothing_is_compared(manager, reference):
+def test_other_weights_raise_a_host_alarm_and_are_not_compared(manager, reference):
     drift, host = DriftMonitor(manager, reference), make_model()
     watch(manager, host, drift, range(3))
     assert drift.alarms == () and drift.n_requests == 150
@@ -268,7 +266,7 @@ def test_another_host_is_said_to_be_that_and_nothing_is_compared(manager, refere
         health = watch(manager, host, drift, range(100, 110))
     [alarm] = drift.alarms
     assert (alarm.kind, alarm.concept) == ("host", "") and "its weights were bf16-sums:" in alarm.sentence
-    assert drift.report()["n_of_other_hosts"] == 500 and drift.report()["n_requests"] == 150
+    assert drift.report()["n_of_other_models"] == 500 and drift.report()["n_requests"] == 150
     assert drift.counts() == {**dict.fromkeys(ALARM_KINDS, 0), "host": 1} and "host: " in health.checks[-1].what
     watch(manager, make_model(), drift, range(1))
     assert drift.alarms == () and drift.report()["n_requests"] == 200
@@ -307,7 +305,7 @@ def other_settings(host, tokenizer):
         (other_settings, "its settings were"),
     ],
 )
-def test_a_host_that_was_seen_before_is_seen_to_change(manager, tmp_path, change, words, seen):
+def test_model_that_changes_after_it_was_seen_raises_a_host_alarm(manager, tmp_path, change, words, seen):
     """Its weights are the same; what changes is looked at in every run, also where the first had no tokenizer."""
     host, tokenizer, counting = make_model(), plain_tokenizer(), DriftMonitor(manager)
     watch(manager, host, counting, range(3), tokenizer=tokenizer)
@@ -327,7 +325,7 @@ def few_words(seed):
     return prompts(seed, first=4, last=12)
 
 
-def test_other_traffic_is_found_where_a_tokenizer_is_given_in_turns(manager, model, reference):
+def test_changed_traffic_is_found_when_only_some_runs_have_a_tokenizer(manager, model, reference):
     """The reference says nothing of a tokenizer, so that its host is the same with one and without."""
     drift = DriftMonitor(manager, reference)
     for seed in range(100, 120):
@@ -337,7 +335,7 @@ def test_other_traffic_is_found_where_a_tokenizer_is_given_in_turns(manager, mod
 
 @pytest.mark.filterwarnings("ignore:.*this model's weights are others")
 @pytest.mark.parametrize("asked", [prompts, few_words])
-def test_hosts_in_turns_each_count_as_what_they_are(manager, model, reference, asked):
+def test_alternating_models_are_counted_separately(manager, model, reference, asked):
     drift, other = DriftMonitor(manager, reference), make_model()
     with torch.no_grad():
         other.model.layers[0].mlp.down_proj.weight.mul_(3)
@@ -346,18 +344,18 @@ def test_hosts_in_turns_each_count_as_what_they_are(manager, model, reference, a
     of_host = {alarm.kind for alarm in drift.alarms if alarm.concept == ""}
     health = watch(manager, model, drift, [120], asked)
     [check] = [check for check in health.checks if check.name == "drift"]
-    left_out = "500 of 1,050 requests were not compared: of other hosts"
-    assert of_host == {"host"} and drift.counts()["host"] == 0 and drift.report()["n_of_other_hosts"] == 500
+    left_out = "500 of 1,050 requests were not compared: of other models"
+    assert of_host == {"host"} and drift.counts()["host"] == 0 and drift.report()["n_of_other_models"] == 500
     assert check.state == "warning" and left_out in check.what
     assert ("base_rate" in kinds(drift)) == (asked is few_words)
     alone = DriftMonitor(manager, reference)
     watch(manager, model, alone, [*range(100, 120, 2), 120], asked)
     assert drift.alarms == alone.alarms  # as if the other host had not been there
-    with pytest.raises(CalibrationError, match="50 whole requests were counted of this host"):
+    with pytest.raises(CalibrationError, match="50 whole requests were counted of this model"):
         drift.freeze()
 
 
-def test_few_requests_of_another_host_are_said_beside_what_was_compared(manager, model, reference):
+def test_few_requests_of_another_model_are_reported_as_not_compared(manager, model, reference):
     drift, other = DriftMonitor(manager, reference), make_model()
     with torch.no_grad():
         other.model.layers[0].mlp.down_proj.weight.mul_(3)
@@ -366,11 +364,11 @@ def test_few_requests_of_another_host_are_said_beside_what_was_compared(manager,
     watch(manager, model, drift, [1], lambda seed: prompts(seed, 120))
     check = drift.check()
     assert check.state == "ok" and check.what == (
-        "100 requests are like the 1,000 of the reference; 3 of 123 requests were not compared: of other hosts"
+        "100 requests are like the 1,000 of the reference; 3 of 123 requests were not compared: of other models"
     )
 
 
-def test_requests_of_which_a_token_was_not_seen_or_a_probe_dropped_are_left_out(rare, model, reference):
+def test_requests_with_unseen_tokens_or_dropped_probes_are_not_compared(rare, model, reference):
     host, drift = make_model(), DriftMonitor(DynamicProbeManager(rare), reference)
     with drift_run(rare, host, drift), Blinded(host, [1]):
         host.generate(prompts(0), attention_mask=torch.ones(ROWS, 6, dtype=torch.int64), **GREEDY)
@@ -389,7 +387,7 @@ def drift_run(pack, host, drift):
     return DynamicProbeManager(pack).attach(host, followers=[drift], on_gap="report")
 
 
-def test_requests_of_other_concepts_than_the_manager_watches_are_left_out(manager, model):
+def test_requests_watched_for_other_concepts_are_not_compared(manager, model):
     drift, ids = DriftMonitor(manager), prompts(0)
     with manager.attach(model, followers=[drift]) as run:
         run.update(exclude=["c20"])
@@ -399,7 +397,7 @@ def test_requests_of_other_concepts_than_the_manager_watches_are_left_out(manage
     assert not run.failures and drift.n_incomplete == drift.n_requests == ROWS
 
 
-def test_runs_of_another_manager_are_refused_or_left_out(manager, model, rare, tmp_path):
+def test_runs_of_another_manager_are_refused_or_not_counted(manager, model, rare, tmp_path):
     drift = DriftMonitor(manager)
     others = {
         "other": changed_pack(rare, tmp_path / "other", lambda weights: weights["b1"].add_(1)),
@@ -417,7 +415,7 @@ def test_runs_of_another_manager_are_refused_or_left_out(manager, model, rare, t
     assert drift.n_requests == ROWS
 
 
-def test_beams_are_left_out_and_generations_that_fail_are_requests(manager, model):
+def test_beams_are_not_counted_and_failed_generations_are(manager, model):
     drift = DriftMonitor(manager)
     ids = prompts(0, 4)
     with manager.attach(model, followers=[drift]) as run:
@@ -430,7 +428,7 @@ def test_beams_are_left_out_and_generations_that_fail_are_requests(manager, mode
     assert not run.failures and drift.n_requests == 8 and drift.n_incomplete >= 4
 
 
-def test_only_what_every_descent_evaluates_is_compared_where_some_fires_are_not_found(rare, reference):
+def test_only_always_evaluated_concepts_are_compared_when_descent_may_miss_events(rare, reference):
     partial = DriftMonitor(DynamicProbeManager(rare, load_threshold=0.9), reference)
     rounds = DriftMonitor(DynamicProbeManager(rare, max_rounds=1), reference)
     whole = DriftMonitor(DynamicProbeManager(rare), reference)
@@ -438,7 +436,7 @@ def test_only_what_every_descent_evaluates_is_compared_where_some_fires_are_not_
     assert [one.report()["n_concepts"] for one in (partial, rounds, whole)] == [n_always, n_always, 40]
 
 
-def test_of_how_many_concepts_it_speaks_is_said(rare, model, reference):
+def test_drift_report_says_how_many_concepts_it_covers(rare, model, reference):
     manager = DynamicProbeManager(rare, load_threshold=0.9)
     some, alike = DriftMonitor(manager, reference), "100 requests are like the 1,000 of the reference in"
     n_always = int(manager.plan.always.sum())
@@ -450,16 +448,16 @@ def test_of_how_many_concepts_it_speaks_is_said(rare, model, reference):
     assert check.what.startswith(f"{alike} 0 of 40 concepts") and check.state == WARNING
 
 
-def test_a_reference_needs_requests_and_no_reference_is_said(manager, model, tmp_path):
+def test_freeze_needs_enough_requests_and_health_reports_a_missing_reference(manager, model, tmp_path):
     drift = DriftMonitor(manager)
     health = watch(manager, model, drift, range(1))
     assert "there is no reference to compare them with" in health.checks[-1].what and health.ok
-    with pytest.raises(CalibrationError, match="50 whole requests were counted of this host, a reference needs 100"):
+    with pytest.raises(CalibrationError, match="50 whole requests were counted of this model, a reference needs 100"):
         drift.freeze(tmp_path / "reference.json")
     assert not list(tmp_path.iterdir())
 
 
-def test_a_reference_of_other_thresholds_is_refused_by_the_concept_that_differs(rare, reference, tmp_path):
+def test_reference_with_other_thresholds_is_refused_by_concept(rare, reference, tmp_path):
     frozen = DriftReference.read(reference)
     assert frozen.alert.tolist() == rare.alert_threshold.tolist()
     edited = ProbePack.open(rare.directory)
@@ -485,18 +483,18 @@ def test_a_reference_of_other_thresholds_is_refused_by_the_concept_that_differs(
     [
         (lambda c: c["concepts"]["c3"].pop("alert"), "of every concept or of none"),
         (lambda c: c["concepts"]["c3"].update(alert="0.5"), "alert thresholds are numbers, or null"),
-        (lambda c: c.update(format="other"), "is no reference of drift"),
-        (lambda c: c.update(format_version=2), "this probemon reads 1: freeze anew"),
-        (lambda c: c.update(n_requests=0), "it is of no requests"),
-        (lambda c: c.update(n_requests=True), "is no count"),
-        (lambda c: c["concepts"]["c5"].update(fired=1001), "1001 is no count from 0 to 1000"),
+        (lambda c: c.update(format="other"), "is not a drift reference"),
+        (lambda c: c.update(format_version=2), "this probemon reads 1: freeze again"),
+        (lambda c: c.update(n_requests=0), "it has no requests"),
+        (lambda c: c.update(n_requests=True), "is not a count"),
+        (lambda c: c["concepts"]["c5"].update(fired=1001), "1001 is not a count from 0 to 1000"),
         (lambda c: c["concepts"]["c0"].update(highest=[1000]), "highest scores are of 1000 requests in 1 bins"),
-        (lambda c: c["norms"]["resid_post.1"].update({"480": 1}), "480 is no count"),
-        (lambda c: c["host"].update(dtype=3), "not said in texts"),
+        (lambda c: c["norms"]["resid_post.1"].update({"480": 1}), "480 is not a count"),
+        (lambda c: c["host"].update(dtype=3), "have to be texts"),
         (lambda c: c.pop("concepts"), "KeyError"),
     ],
 )
-def test_a_damaged_reference_is_refused(reference, tmp_path, change, words):
+def test_damaged_reference_is_refused(reference, tmp_path, change, words):
     content = json.loads(reference.read_text())
     change(content)
     (tmp_path / "bad.json").write_text(json.dumps(content))
@@ -504,7 +502,7 @@ def test_a_damaged_reference_is_refused(reference, tmp_path, change, words):
         DriftReference.read(tmp_path / "bad.json")
 
 
-def test_a_reference_that_is_written_is_read_as_it_was(manager, model, reference, tmp_path):
+def test_written_reference_reads_back_unchanged(manager, model, reference, tmp_path):
     once = DriftReference.read(reference)
     once.write(tmp_path / "again.json")
     assert (tmp_path / "again.json").read_bytes() == reference.read_bytes()

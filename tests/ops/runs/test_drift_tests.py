@@ -1,4 +1,4 @@
-"""Tests of drift are those of scipy and of plain Python, and raise what differs, no more, and for no longer."""
+"""Drift's statistical tests agree with scipy and plain Python, and raise and clear alarms at the right time."""
 
 import numpy as np
 import pytest
@@ -15,7 +15,7 @@ from probemon.core.request_counts import (
 from probemon.ops.drift.drift_tests import BLOCK, DriftTests, fisher, ks_chance, ks_distance
 
 
-def test_fishers_test_is_that_of_scipy_with_its_smaller_tail_doubled():
+def test_fisher_test_equals_scipy_with_the_smaller_tail_doubled():
     rng = np.random.default_rng(0)
     for _ in range(200):
         n, n0 = rng.integers(1, 3000, size=2).tolist()
@@ -27,7 +27,7 @@ def test_fishers_test_is_that_of_scipy_with_its_smaller_tail_doubled():
         assert p == pytest.approx(min(1, 2 * min(tails)), rel=1e-9, abs=1e-290)
 
 
-def test_distances_are_those_of_scipy_and_their_chance_is_no_less():
+def test_ks_distance_equals_scipy_and_its_p_value_is_no_smaller():
     rng = np.random.default_rng(1)
     for n, m in [(30, 30), (200, 50), (1000, 1000), (1000, 137)]:
         one, other = rng.integers(0, 6, n), rng.integers(0, 7, m)
@@ -39,7 +39,7 @@ def test_distances_are_those_of_scipy_and_their_chance_is_no_less():
     assert ks_distance(np.zeros((1, 7), int), counts[0])[0] == 0
 
 
-def test_counts_are_those_of_a_plain_loop():
+def test_request_counts_equal_a_plain_loop():
     rng = np.random.default_rng(2)
     alert, traits, expected = np.array([0.3, 0.8, np.nan], np.float32), [], RequestCounts.none(3, 3, 2)
     for t in (1, 5, 300):
@@ -74,7 +74,7 @@ def requests(n, fired=(), low=(), highest=(), norms=()):
     return RequestCounts(n, counts.fired, counts.low, counts.high, counts.flat, counts.highest, counts.norms)
 
 
-def test_what_differs_is_raised_once_and_ends_when_a_thousand_requests_are_as_before():
+def test_drift_is_raised_once_and_ends_after_a_thousand_normal_requests():
     tests = DriftTests(requests(1000, [100, 500], [0], [3], [200]))
     same = requests(BLOCK, [10, 50], [0], [3], [200])
     other = requests(BLOCK, [90, 50], [BLOCK], [9], [200])
@@ -89,16 +89,16 @@ def test_what_differs_is_raised_once_and_ends_when_a_thousand_requests_are_as_be
     assert n_held[0] == 3 and n_held[-1] == 0
 
 
-def test_what_is_small_is_no_drift_however_sure_it_is():
+def test_small_difference_is_no_drift_even_if_significant():
     tests = DriftTests(requests(10**6, [100_000]))
     assert not any(tests.add(requests(BLOCK, [14])) for _ in range(100))
     assert fisher(np.array([1400]), 10_000, np.array([100_000]), 10**6)[0] < 1e-15
 
 
-def test_what_may_be_chance_is_no_drift_however_large_it_is():
+def test_large_difference_is_no_drift_if_chance_explains_it():
     tests = DriftTests(requests(1000, [10]))
     assert not tests.add(requests(BLOCK, [4]))
 
 
-def test_days_without_drift_raise_nothing():
+def test_days_without_drift_raise_no_alarm():
     assert not without_drift(days=20)

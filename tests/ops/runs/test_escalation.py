@@ -1,4 +1,4 @@
-"""A second opinion: a judge rules in time, or what was stated follows; it never holds a generation longer than said."""
+"""A judge gives a second opinion on an event within its time limit, or the stated failure action follows."""
 
 import dataclasses
 import json
@@ -22,7 +22,7 @@ from conftest import OLDEST, PAD
 from corpora import make_tokenizer
 from probemon import DynamicProbeManager
 from probemon.core.scores import Scores
-from probemon.errors import ConceptRaised, ConfigError, NotSupportedDecoding
+from probemon.errors import ConceptRaised, ConfigError, UnsupportedDecoding
 from probemon.monitor.followers import Follower
 from probemon.ops.budget import Budget
 from probemon.ops.judges.escalation import Escalate
@@ -83,7 +83,7 @@ def hung():
 # -- what follows from a verdict -----------------------------------------------------------------
 
 
-def test_a_stop_ends_the_row_where_the_action_stop_does_and_a_pass_changes_nothing(manager, model, free):
+def test_stop_verdict_acts_as_action_stop_and_pass_changes_nothing(manager, model, free):
     for for_tokens in (1, 3, 8):
         with manager.attach(model) as run:
             run.on("c9", above=0.0, for_tokens=for_tokens, action="stop")
@@ -98,7 +98,7 @@ def test_a_stop_ends_the_row_where_the_action_stop_does_and_a_pass_changes_nothi
             assert 0 < event.verdict.seconds < SLOW
 
 
-def test_a_run_that_keeps_fewer_tokens_than_a_judge_is_shown_is_refused(manager, model):
+def test_keep_tokens_below_the_judges_last_tokens_is_refused(manager, model):
     judge = Escalate(lambda question: "pass", SLOW, "hold", "raise", last_tokens=12)
     with manager.attach(model, keep_tokens=11) as run:
         with pytest.raises(ConfigError, match=r"last_tokens=12, and the run keeps keep_tokens=11"):
@@ -107,7 +107,7 @@ def test_a_run_that_keeps_fewer_tokens_than_a_judge_is_shown_is_refused(manager,
         model.generate(PROMPT, **GREEDY)
 
 
-def test_rows_of_a_batch_have_verdicts_of_their_own(manager, model):
+def test_sequences_of_a_batch_have_separate_verdicts(manager, model):
     expected = model.generate(BATCH, attention_mask=MASK, **{**GREEDY, "eos_token_id": 60})
     judge = Escalate(lambda question: "stop" if question.event.row == 1 else "pass", SLOW, "hold", "raise")
     run, out = run_with(manager, model, judge, ids=BATCH, attention_mask=MASK, eos_token_id=60)
@@ -116,7 +116,7 @@ def test_rows_of_a_batch_have_verdicts_of_their_own(manager, model):
     assert out[1].tolist() == [*expected[1, :9].tolist(), *[PAD] * 10]
 
 
-def test_who_goes_on_meanwhile_is_stopped_at_the_next_token_after_the_verdict(manager, model, free):
+def test_unheld_sequence_stops_at_the_next_token_after_the_verdict(manager, model, free):
     """The judge rules in the forward of the token at column 10: that token was sampled before, and one more is."""
     ruling, ruled = threading.Event(), threading.Event()
 
@@ -139,12 +139,12 @@ def test_who_goes_on_meanwhile_is_stopped_at_the_next_token_after_the_verdict(ma
     assert out[0].tolist() == free[:12] and run.events[0].column == 7 and run.events[0].verdict.ruling == "stop"
 
 
-def test_what_is_stopped_at_once_has_its_verdict_in_the_event(manager, model, free):
+def test_immediately_stopped_sequence_still_records_the_verdict(manager, model, free):
     run, out = run_with(manager, model, Escalate(lambda question: "pass", SLOW, "stop", "stop"))
     assert out[0].tolist() == free[:9] and run.events[0].verdict.ruling == "pass"  # stopped all the same
 
 
-def test_a_row_is_stopped_in_a_loop_by_hand_too(manager, model, free):
+def test_verdict_stops_a_sequence_in_a_custom_decode_loop(manager, model, free):
     ids = PROMPT
     with manager.attach(model) as run, torch.no_grad():
         run.on("c9", above=0.0, for_tokens=3, action=Escalate(lambda question: "stop", SLOW, "hold", "raise"))
@@ -157,7 +157,7 @@ def test_a_row_is_stopped_in_a_loop_by_hand_too(manager, model, free):
 
 
 @pytest.mark.skipif(OLDEST, reason="continuous batching of transformers 5.0 is refused")
-def test_a_request_of_continuous_batching_is_stopped_alone(manager, model):
+def test_verdict_stops_only_its_request_in_continuous_batching(manager, model):
     from transformers import ContinuousBatchingConfig
 
     def generate(rules):
@@ -183,7 +183,7 @@ def test_a_request_of_continuous_batching_is_stopped_alone(manager, model):
     assert {event.verdict.ruling for event in run.events} == {"pass", "stop"} and len(run.events) == 2
 
 
-def test_a_held_streamer_hides_what_the_judge_stopped(manager, model, free):
+def test_held_streamer_hides_tokens_that_the_judge_stopped(manager, model, free):
     class Shown(BaseStreamer):
         def __init__(self):
             self.ids = []
@@ -202,7 +202,7 @@ def test_a_held_streamer_hides_what_the_judge_stopped(manager, model, free):
 
 
 @pytest.mark.filterwarnings("ignore:.* generated tokens have no scores")
-def test_a_judge_may_be_asked_of_what_was_not_seen(manager, model, free):
+def test_judge_can_be_asked_about_an_unseen_token(manager, model, free):
     questions = []
 
     def judge(question):
@@ -222,7 +222,7 @@ def test_a_judge_may_be_asked_of_what_was_not_seen(manager, model, free):
 
 
 @pytest.mark.parametrize("last_tokens", [1, 3, 7, 64])
-def test_a_judge_is_shown_the_end_of_its_row_and_no_more(manager, model, last_tokens):
+def test_judge_gets_the_last_tokens_of_its_sequence_only(manager, model, last_tokens):
     questions, tokenizer = [], make_tokenizer()
 
     def judge(question):
@@ -239,7 +239,7 @@ def test_a_judge_is_shown_the_end_of_its_row_and_no_more(manager, model, last_to
         assert question.event.verdict.ruling == "pending" and question.within == SLOW
 
 
-def test_a_judge_is_shown_what_earlier_turns_on_the_cache_said(manager, model):
+def test_judge_gets_tokens_of_earlier_turns_on_the_cache(manager, model):
     questions = []
     escalate = Escalate(lambda question: questions.append(question) or "pass", SLOW, "hold", "raise", last_tokens=64)
     turn = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": PAD, "eos_token_id": None}
@@ -256,7 +256,7 @@ def test_a_judge_is_shown_what_earlier_turns_on_the_cache_said(manager, model):
 
 @pytest.mark.parametrize("last_tokens", [3, 64])
 @pytest.mark.parametrize("n", [1, 2])
-def test_a_judge_is_shown_what_came_in_a_cache(manager, model, last_tokens, n):
+def test_judge_gets_tokens_of_a_prefilled_cache(manager, model, last_tokens, n):
     """That was filled before the run, also beside padding and where rows are copied; nobody scored that."""
     questions, cache = [], DynamicCache(config=model.config)
     escalate = Escalate(
@@ -274,7 +274,7 @@ def test_a_judge_is_shown_what_came_in_a_cache(manager, model, last_tokens, n):
         assert list(question.ids) == own[-last_tokens:] and question.n_missing == 0
 
 
-def test_a_judge_is_shown_what_a_request_shares_with_another(manager, model):
+def test_judge_gets_tokens_of_a_prefix_shared_between_requests(manager, model):
     questions, prompts = [], [[*range(3, 19), 30 + i] for i in range(4)]
     escalate = Escalate(lambda question: questions.append(question) or "pass", SLOW, "hold", "raise", last_tokens=64)
     with manager.attach(model) as run:
@@ -291,7 +291,7 @@ def test_a_judge_is_shown_what_a_request_shares_with_another(manager, model):
         assert list(question.ids) == whole[: question.event.column + 1] and question.n_missing == 0
 
 
-def test_of_what_nobody_knows_it_is_said_how_much_is_missing():
+def test_number_of_unknown_prefix_tokens_is_reported():
     """A cache of which the ids were not given: vLLM's prefix cache."""
     recording = Recording(SequenceColumns(6), 0, n_probes=1)
     recording.begin(4, 1, None)
@@ -301,7 +301,7 @@ def test_of_what_nobody_knows_it_is_said_how_much_is_missing():
     assert last_ids(recording, 0, 6, 3) == ((14, 15, 16), 0)
 
 
-def test_the_end_of_a_row_is_up_to_the_token_of_the_event():
+def test_last_ids_end_at_the_token_of_the_event():
     """Also where later tokens of it came in the same batch, and where an earlier batch has the beginning."""
     recording = Recording(SequenceColumns(2), 0, n_probes=1)
     scores = Scores.nothing(4, 1, "not scored here", 1)
@@ -313,7 +313,7 @@ def test_the_end_of_a_row_is_up_to_the_token_of_the_event():
 
 
 @pytest.mark.parametrize("n_rows", [1, 4, 7])
-def test_a_judge_is_shown_as_much_of_a_row_whatever_the_batch_keeps(manager, model, n_rows):
+def test_judge_gets_its_last_tokens_whatever_keep_tokens_drops(manager, model, n_rows):
     """`keep_tokens` is of all rows together; also where the row began in earlier turns on the cache."""
     questions, ids, cache = [], torch.randint(3, 60, (n_rows, 5), generator=torch.Generator().manual_seed(1)), None
     escalate = Escalate(lambda question: questions.append(question) or "pass", SLOW, "hold", "raise", last_tokens=16)
@@ -328,7 +328,7 @@ def test_a_judge_is_shown_as_much_of_a_row_whatever_the_batch_keeps(manager, mod
         assert list(question.ids) == ids[row, max(0, stop - 16) : stop].tolist()
 
 
-def test_forgotten_tokens_of_every_row_are_known_as_far_back_as_is_kept_and_no_further():
+def test_dropped_token_ids_stay_known_as_far_back_as_is_kept():
     """Rows that end, begin late and go on in another turn, which cut some columns off, beside another recording."""
     random, keep, cut, scores = np.random.default_rng(5), 11, 4, Scores.nothing(1, 1, "not scored here", 1)
 
@@ -359,7 +359,7 @@ def test_forgotten_tokens_of_every_row_are_known_as_far_back_as_is_kept_and_no_f
     assert sum(len(ids) for _, _, ids in turn.forgotten_ids.pieces()) <= 2 * 6 * keep + 6
 
 
-def test_a_judge_is_asked_in_the_span_of_the_caller(manager, model):
+def test_judge_runs_in_the_callers_span(manager, model):
     seen = []
 
     def judge(question):
@@ -385,7 +385,7 @@ class Diary(Follower):
         self.heard.append("closed")
 
 
-def test_followers_hear_of_the_event_and_of_its_verdict_before_the_run_ends(manager, model):
+def test_followers_get_event_and_verdict_before_the_run_closes(manager, model):
     for meanwhile in ("hold", "pass"):
         diary = Diary()
         judge = Escalate(lambda question: time.sleep(0.1) or "pass", SLOW, meanwhile, "raise")
@@ -412,7 +412,7 @@ def failing(question):
     ],
     ids=["error", "exit", "another word", "no reason", "a tensor"],
 )
-def test_a_judge_that_errs_or_rambles_is_no_judge(manager, model, free, judge, reason, on_failure):
+def test_failing_or_unclear_judge_leads_to_on_failure(manager, model, free, judge, reason, on_failure):
     escalate = Escalate(judge, SLOW, "hold", on_failure)
     if on_failure == "raise":
         with pytest.raises(ConceptRaised) as raised:
@@ -426,7 +426,7 @@ def test_a_judge_that_errs_or_rambles_is_no_judge(manager, model, free, judge, r
 
 
 @pytest.mark.parametrize("on_failure", ["pass", "stop"])
-def test_a_judge_that_hangs_holds_the_whole_generation_no_longer_than_was_said(manager, model, hung, on_failure):
+def test_hanging_judge_delays_a_generation_at_most_by_its_limit(manager, model, hung, on_failure):
     """Twelve rules are met at twelve tokens, of which the first is asked, and waited for."""
     escalate = Escalate(hung, LEAST, "hold", on_failure)
     with manager.attach(model) as run:
@@ -441,7 +441,7 @@ def test_a_judge_that_hangs_holds_the_whole_generation_no_longer_than_was_said(m
     assert len(hung.asked) == 1 and out.shape[1] == (19 if on_failure == "pass" else 7)
 
 
-def test_several_questions_of_one_step_are_waited_for_at_once(manager, model, hung):
+def test_questions_of_one_step_are_waited_for_together(manager, model, hung):
     escalate = Escalate(hung, LEAST, "hold", "pass", n_workers=2)
     with manager.attach(model) as run:
         run.on([f"c{i}" for i in range(8)], above=0.0, action=escalate)
@@ -452,7 +452,7 @@ def test_several_questions_of_one_step_are_waited_for_at_once(manager, model, hu
     assert [event.verdict.failure for event in run.events] == ["late"] * 8
 
 
-def test_what_is_answered_too_late_does_not_count(manager, model, free):
+def test_late_answer_is_ignored(manager, model, free):
     answered = threading.Event()
 
     def judge(question):
@@ -470,7 +470,7 @@ def test_what_is_answered_too_late_does_not_count(manager, model, free):
 
 
 @pytest.mark.parametrize("answer", ["pass", failing])
-def test_an_answer_after_the_limit_is_late_although_nobody_has_waited(answer):
+def test_answer_after_the_limit_is_late_even_if_nobody_waited(answer):
     joined = []
 
     def ask():
@@ -501,7 +501,9 @@ def slow(question):
     ],
     ids=["error", "error, stopped", "judged", "judged at the end", "late", "late at the end"],
 )
-def test_that_nobody_judged_is_told_at_the_end_and_by_health(manager, model, hung, judge, meanwhile, on_failure, state):
+def test_failed_verdicts_are_reported_at_the_end_and_by_health(
+    manager, model, hung, judge, meanwhile, on_failure, state
+):
     """The rule is met at the last token that is run, so that the answer is complete before a judge that is not held."""
     escalate = Escalate(judge or hung, SLOW if judge else LEAST, meanwhile, on_failure)
     with warnings.catch_warnings(record=True) as told:
@@ -516,7 +518,7 @@ def test_that_nobody_judged_is_told_at_the_end_and_by_health(manager, model, hun
     )
 
 
-def test_waiting_for_a_judge_is_nothing_that_a_budget_sheds_for(manager, model):
+def test_waiting_for_a_judge_does_not_count_against_the_budget(manager, model):
     def judge(question):
         time.sleep(1.0)
         return "pass"
@@ -525,10 +527,10 @@ def test_waiting_for_a_judge_is_nothing_that_a_budget_sheds_for(manager, model):
         run.on("c9", above=0.0, for_tokens=9, action=Escalate(judge, SLOW, "hold", "raise"))
         model.generate(PROMPT, **GREEDY)
     assert run.events[0].verdict.seconds >= 1.0 and max(run.forward_seconds) >= 1.0
-    assert run.watching.rung_name == "all" and set(run.follower(Budget).tokens) == {"all"}
+    assert run.watching.degradation_name == "all" and set(run.follower(Budget).tokens) == {"all"}
 
 
-def test_who_goes_on_is_stopped_where_no_verdict_came_in_time(manager, model, free, hung):
+def test_unheld_sequence_stops_when_the_verdict_is_late(manager, model, free, hung):
     """The limit passes in the forward of the token at column 10."""
 
     def pass_at_10(module, args, kwargs):
@@ -541,7 +543,7 @@ def test_who_goes_on_is_stopped_where_no_verdict_came_in_time(manager, model, fr
     assert out[0].tolist() in (free[:12], *(free[:n] for n in (9, 10, 11))) and run.events[0].verdict.failure == "late"
 
 
-def test_a_full_queue_asks_nobody_and_says_so_at_once(manager, model, hung):
+def test_full_queue_fails_the_question_at_once(manager, model, hung):
     escalate = Escalate(hung, SLOW, "pass", "stop", n_workers=2, max_waiting=3)
     begin = time.monotonic()
     with pytest.raises(RuntimeError, match="enough"), manager.attach(model) as run:
@@ -555,7 +557,7 @@ def test_a_full_queue_asks_nobody_and_says_so_at_once(manager, model, hung):
     assert verdicts[5].reason == "3 questions wait, as many as may" and verdicts[0].reason == "the run has ended before"
 
 
-def test_workers_are_few_are_shared_by_runs_and_end_when_nothing_waits(manager, model):
+def test_judge_workers_are_few_shared_by_runs_and_end_when_idle(manager, model):
     at_once, most, lock = 0, 0, threading.Lock()
 
     def judge(question):
@@ -580,7 +582,7 @@ def test_workers_are_few_are_shared_by_runs_and_end_when_nothing_waits(manager, 
         time.sleep(0.01)
 
 
-def test_a_judge_that_hangs_lets_the_process_end():
+def test_hanging_judge_does_not_keep_the_process_alive():
     script = """
 import time
 from probemon.ops.judges.judge_desk import Asked, Desk
@@ -597,10 +599,10 @@ print(time.time())
 # -- what is refused -----------------------------------------------------------------------------
 
 
-def test_beams_are_refused_as_for_a_stop(manager, model):
+def test_beams_with_an_escalate_rule_are_refused(manager, model):
     with manager.attach(model) as run:
         run.on("c9", above=0.0, action=Escalate(lambda question: "pass", SLOW, "hold", "pass"))
-        with pytest.raises(NotSupportedDecoding, match="cannot end one beam"):
+        with pytest.raises(UnsupportedDecoding, match="cannot end one beam"):
             model.generate(PROMPT, num_beams=2, **GREEDY)
 
 
@@ -618,19 +620,19 @@ def test_beams_are_refused_as_for_a_stop(manager, model):
         ({"max_waiting": -1}, "max_waiting is -1"),
     ],
 )
-def test_settings_that_cannot_work_are_refused(changes, said):
+def test_invalid_escalate_settings_are_refused(changes, said):
     settings = {"judge": failing, "within": 1.0, "meanwhile": "hold", "on_failure": "stop"}
     with pytest.raises(ConfigError, match=said):
         Escalate(**{**settings, **changes})
 
 
-def test_rules_that_say_the_same_are_the_same(manager, model):
+def test_equal_escalate_rules_compare_equal(manager, model):
     """So that a rule of an edited file goes on with its streaks, and with its workers."""
     one, other = (Escalate(failing, 1.0, "hold", "stop") for _ in range(2))
     assert one == other and one != Escalate(failing, 2.0, "hold", "stop")
 
 
-def test_events_with_verdicts_are_json(manager, model):
+def test_events_with_verdicts_serialise_to_json(manager, model):
     from dataclasses import asdict
 
     run, _ = run_with(manager, model, Escalate(lambda question: "pass", SLOW, "hold", "pass"))

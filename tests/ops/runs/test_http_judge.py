@@ -1,4 +1,4 @@
-"""A judge behind HTTP: it is sent what is stated and no more, and anything but a plain word is no verdict."""
+"""A judge over HTTP gets only the stated fields, and any reply but one plain word is no verdict."""
 
 import hashlib
 import json
@@ -41,7 +41,7 @@ def ask(model, pack, judge, *, within=SLOW, meanwhile="hold", on_failure="pass",
 
 
 @pytest.mark.parametrize(("word", "ruling"), [("stop", "stop"), (" Pass.\n", "pass"), ("STOP", "stop")])
-def test_the_judge_gets_the_concept_and_the_last_tokens_and_rules_by_a_word(model, pack, monkeypatch, word, ruling):
+def test_http_judge_sends_concept_and_last_tokens_and_reads_one_word(model, pack, monkeypatch, word, ruling):
     requests = []
 
     def judge(path, headers, body):
@@ -64,7 +64,7 @@ def test_the_judge_gets_the_concept_and_the_last_tokens_and_rules_by_a_word(mode
     assert "s3cret" not in repr(one) and text
 
 
-def test_the_judge_is_told_why_a_rule_is_not_known():
+def test_http_judge_gets_the_reason_why_a_rule_is_unknown():
     event = Event(
         "c1", "one", ("one",), 0, 3, 7, score=0.0, above=0.5, for_tokens=1, blind="hidden state is not finite"
     )
@@ -87,17 +87,17 @@ def test_the_judge_is_told_why_a_rule_is_not_known():
         (200, completion("I would stop"), "one word is wanted"),
         (200, completion(""), "one word is wanted"),
         (200, completion(None), "one word is wanted"),
-        (200, b'{"choices": []}', "no completion of a chat"),
-        (200, b"[[[[", "no completion of a chat"),
-        (200, b"\xff\xfe", "no completion of a chat"),
-        (200, b"[" * 60_000, "no completion of a chat"),
+        (200, b'{"choices": []}', "is not a chat completion"),
+        (200, b"[[[[", "is not a chat completion"),
+        (200, b"\xff\xfe", "is not a chat completion"),
+        (200, b"[" * 60_000, "is not a chat completion"),
         (200, completion("stop" + " " * 70_000), "more than 65,536 bytes"),
         (500, completion("stop"), "status 500"),
         (302, completion("stop"), "status 302"),
     ],
     ids=["a sentence", "nothing", "null", "no choice", "no JSON", "no text", "deep", "long", "an error", "elsewhere"],
 )
-def test_what_is_no_plain_verdict_is_none(model, pack, status, content, said):
+def test_unclear_reply_is_no_verdict(model, pack, status, content, said):
     with answering(lambda *request: (status, "application/json", content)) as address:
         event, _ = ask(model, pack, HttpJudge(address, "guard"))
     assert (event.verdict.ruling, event.verdict.failure) == ("pass", "error") and said in event.verdict.reason
@@ -147,7 +147,7 @@ def no_http():
     [(nobody, "error"), (no_http, "error"), (silent, "late"), (dripping, "late")],
 )
 @pytest.mark.parametrize("meanwhile", ["hold", "pass"])
-def test_a_judge_that_is_away_or_mute_holds_no_longer_than_was_said(model, pack, server, failure, meanwhile):
+def test_unreachable_or_silent_judge_delays_at_most_by_its_limit(model, pack, server, failure, meanwhile):
     free = model.generate(IDS, **GREEDY)[0].tolist()
     with server() as address:
         begin = time.monotonic()
@@ -170,12 +170,12 @@ def test_a_judge_that_is_away_or_mute_holds_no_longer_than_was_said(model, pack,
         *("http://h/vé", "http://h/v1\n", " http://h/v1", "http://h/\u202ev1"),
     ],
 )
-def test_addresses_are_those_of_http(url):
+def test_address_that_is_not_plain_http_is_refused(url):
     with pytest.raises(ConfigError, match="give the address of an endpoint"):
         HttpJudge(url, "guard")
 
 
-def test_what_it_needs_is_checked_before_anything_is_generated(model, pack):
+def test_missing_tokenizer_or_key_is_refused_before_generation(model, pack):
     judge = HttpJudge("http://localhost:1/v1", "guard")
     rule = {"above": 0.5, "action": Escalate(judge, 1.0, "hold", "stop")}
     with DynamicProbeManager(pack).attach(model) as run:
@@ -201,7 +201,7 @@ def file_of(folder, address, **changes):
     return folder / "watch.json"
 
 
-def test_a_deployment_file_asks_a_judge_as_the_same_call_does(model, tmp_path):
+def test_judge_of_a_deployment_file_acts_as_the_same_call(model, tmp_path):
     make_pack(tmp_path / "pack", model)
     free, asked = model.generate(IDS, **GREEDY)[0].tolist(), []
 

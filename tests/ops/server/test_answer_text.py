@@ -1,4 +1,4 @@
-"""Text as its tokens come, against the whole decoded at once."""
+"""Text decoded token by token equals the text decoded at once, up to the first stop string."""
 
 import numpy as np
 import pytest
@@ -40,7 +40,7 @@ def sequences(tokenizer):
         yield [single[i] for i in rng.integers(0, len(single), 20)]
 
 
-def test_pieces_together_are_the_decoded_whole(tokenizer, decode):
+def test_incremental_pieces_join_to_the_whole_decoded_text(tokenizer, decode):
     for ids in sequences(tokenizer):
         pieces = TokenTexts(decode)
         texts = [pieces.add(token_id) for token_id in ids]
@@ -63,7 +63,7 @@ def taken(text, ids):
 
 @pytest.mark.parametrize("hold", [False, True])
 @pytest.mark.parametrize("stops", [(), ("in the",), ("a", "the", "\n\n"), ("sing 🐋🐳 in the 海, n", "🐳"), ("zzz",)])
-def test_what_is_sent_is_the_text_before_the_first_stop_and_never_more(tokenizer, decode, stops, hold):
+def test_sent_text_ends_before_the_first_stop_string(tokenizer, decode, stops, hold):
     for ids in sequences(tokenizer):
         text, whole = AnswerText(decode, stops, hold=hold), decode(ids)
         parts = taken(text, ids)
@@ -82,7 +82,7 @@ def test_what_is_sent_is_the_text_before_the_first_stop_and_never_more(tokenizer
         assert [start for start, _ in spans[1:]] == [end for _, end in spans[:-1]]
 
 
-def test_held_text_is_that_of_allowed_tokens_and_ends_where_it_is_cut(tokenizer, decode):
+def test_held_text_has_only_allowed_tokens_and_ends_at_the_cut(tokenizer, decode):
     ids = tokenizer("Whales and ships and ports")["input_ids"]
     text = AnswerText(decode, hold=True)
     for i, token_id in enumerate(ids):

@@ -1,4 +1,4 @@
-"""Answers, asked for with the official client: their text is the host's, their scores are a watched run's."""
+"""Answers to the official client: their text is what generate() returns, their scores those of a watched run."""
 
 import json
 from concurrent.futures import ThreadPoolExecutor
@@ -88,7 +88,7 @@ def assert_tokens_are(tokens, result, top_k, shown=None):
             assert strength == pytest.approx(float(logit[0] - logit[1]), abs=1e-4)
 
 
-def test_whole_answer_is_what_generate_returns(server, served):
+def test_whole_answer_equals_generate(server, served):
     ids = prompt_ids(served)
     answer = server.client.chat.completions.create(model="tiny", messages=CHAT, max_tokens=12, **GREEDY)
     expected = generated(served, ids, max_new_tokens=12, do_sample=False)
@@ -104,7 +104,7 @@ def test_whole_answer_is_what_generate_returns(server, served):
 
 
 @pytest.mark.parametrize("seed", [0, 7])
-def test_streamed_and_drawn_answer_is_what_generate_draws_with_the_seed(server, served, seed):
+def test_streamed_sampled_answer_equals_generate_with_the_seed(server, served, seed):
     arguments = {"do_sample": True, "temperature": 0.9, "top_p": 0.8, "top_k": 0}
     expected = generated(served, prompt_ids(served), seed, max_new_tokens=12, **arguments)
     made = stream(server, temperature=0.9, top_p=0.8, seed=seed, stream_options={"include_usage": True})
@@ -113,7 +113,7 @@ def test_streamed_and_drawn_answer_is_what_generate_draws_with_the_seed(server, 
     assert tokens == [] and summary is None
 
 
-def test_answers_drawn_at_the_same_time_are_those_of_their_seeds(server, served):
+def test_concurrent_sampled_answers_follow_their_own_seeds(server, served):
     seeds = [1, 2, 1, 2]
     with ThreadPoolExecutor(2) as pool:
         made = list(pool.map(lambda seed: collected(stream(server, temperature=1, seed=seed))[0], seeds))
@@ -122,7 +122,7 @@ def test_answers_drawn_at_the_same_time_are_those_of_their_seeds(server, served)
     assert made == expected and expected[0] != expected[1]
 
 
-def test_several_choices_have_the_seeds_that_follow(server, served):
+def test_choices_of_a_request_use_consecutive_seeds(server, served):
     answer = server.client.chat.completions.create(
         model="tiny", messages=CHAT, n=3, seed=5, temperature=1, max_tokens=6
     )
@@ -132,7 +132,7 @@ def test_several_choices_have_the_seeds_that_follow(server, served):
     assert answer.usage.completion_tokens == 18
 
 
-def test_tokens_of_a_stream_have_the_scores_of_a_watched_run(server, served):
+def test_streamed_tokens_have_the_scores_of_a_watched_run(server, served):
     text, tokens, events, _, summary, _ = collected(stream(server, probemon=ASK))
     result = watched(served, prompt_ids(served))
     assert len(tokens) == len(result) and events == []
@@ -145,7 +145,7 @@ def test_tokens_of_a_stream_have_the_scores_of_a_watched_run(server, served):
     assert summary["coverage"] == expected and summary["stopped_by"] is None
 
 
-def test_whole_answer_has_the_same_tokens_as_the_stream(server):
+def test_whole_answer_has_the_tokens_of_the_stream(server):
     answer = server.client.chat.completions.create(
         model="tiny", messages=CHAT, max_tokens=12, **GREEDY, extra_body={"probemon": ASK}
     )
@@ -155,7 +155,7 @@ def test_whole_answer_has_the_same_tokens_as_the_stream(server):
     assert answer.choices[0].message.content == text
 
 
-def test_named_concepts_and_what_is_below_them_are_told_of_alone(server, served):
+def test_only_named_concepts_and_their_descendants_are_reported(server, served):
     _, tokens, _, _, _, _ = collected(stream(server, probemon={"concepts": ["c1", "c2*"], "top_k": 5}))
     pack = served.manager.pack
     named = [i for i, concept in enumerate(pack.concepts) if concept["id"] == "c1" or concept["id"].startswith("c2")]
@@ -172,19 +172,19 @@ def first_met(result, concept, above):
     return next(i for i in result.tokens_of(0, "generated").tolist() if column[i] > above)
 
 
-def test_telling_rule_tells_every_token_that_meets_it(server, served):
-    rule = {"concept": "c5", "above": 0.2, "action": "tell"}
+def test_record_rule_reports_an_event_at_the_start_of_every_streak(server, served):
+    rule = {"concept": "c5", "above": 0.2, "action": "record"}
     _, _, events, reason, _, _ = collected(stream(server, probemon={"rules": [rule]}))
     result = watched(served, prompt_ids(served), [("c5", 0.2)])
     column = result.scores.column(result.pack.find("c5"))
     over = [bool(column[i] > 0.2) for i in result.tokens_of(0, "generated")]
     starts = [i for i, now in enumerate(over) if now and not (i and over[i - 1])]  # a streak is told once
     assert [event["position"] for event in events] == [len(prompt_ids(served)) + i for i in starts] != []
-    assert reason == "length" and all(event["action"] == "tell" for event in events)
+    assert reason == "length" and all(event["action"] == "record" for event in events)
 
 
 @pytest.mark.parametrize("hold", [False, True])
-def test_stopping_rule_ends_the_answer_and_hides_its_token_only_when_held(server, served, hold):
+def test_stop_rule_ends_the_answer_and_hold_hides_its_token(server, served, hold):
     result = watched(served, prompt_ids(served), [("c5", 0.2)])
     n_before = len(prompt_ids(served))
     met = int(result.position[first_met(result, "c5", 0.2)]) - n_before
@@ -200,7 +200,7 @@ def test_stopping_rule_ends_the_answer_and_hides_its_token_only_when_held(server
     assert summary["n_withheld"] == (2 if hold else 0)
 
 
-def test_held_answer_has_a_score_for_every_token_and_the_same_text(server, served):
+def test_held_answer_keeps_its_text_and_scores_every_token(server, served):
     text, tokens, _, reason, summary, usage = collected(
         stream(server, probemon={"hold": True, "top_k": 4}, stream_options={"include_usage": True})
     )
@@ -212,7 +212,7 @@ def test_held_answer_has_a_score_for_every_token_and_the_same_text(server, serve
 
 
 @pytest.mark.parametrize("hold", [False, True])
-def test_text_whose_score_nobody_knows_is_withheld_where_the_host_ends_with_it(server, served, monkeypatch, hold):
+def test_unscored_last_text_is_withheld_if_the_answer_is_held(server, served, monkeypatch, hold):
     """The host's end is a word of the answer here: it is never run, and with `hold` what is not scored is not shown."""
     ids = generated(served, prompt_ids(served), max_new_tokens=12, do_sample=False)
     at = next(i for i in range(2, 12) if ids[i] not in ids[:i] and text_of(served, ids[i : i + 1]))
@@ -225,7 +225,7 @@ def test_text_whose_score_nobody_knows_is_withheld_where_the_host_ends_with_it(s
 
 
 @pytest.mark.parametrize("hold", [False, True])
-def test_an_answer_that_ends_in_the_middle_of_a_character_leaves_no_text_without_a_token(server, served, hold):
+def test_answer_ending_inside_a_character_assigns_all_text_to_tokens(server, served, hold):
     begin_of_one = served.tokenizer("\U0001f600")["input_ids"][0]
 
     def only(module, args, logits):
@@ -242,7 +242,7 @@ def test_an_answer_that_ends_in_the_middle_of_a_character_leaves_no_text_without
 
 @pytest.mark.parametrize("length", [3, 25], ids=["in a token", "over several"])
 @pytest.mark.parametrize("hold", [False, True])
-def test_text_ends_before_a_stop_string_and_so_do_its_tokens(server, served, hold, length):
+def test_text_and_tokens_end_before_a_stop_string(server, served, hold, length):
     whole = text_of(served, generated(served, prompt_ids(served), max_new_tokens=12, do_sample=False))
     stop = whole[len(whole) // 3 : len(whole) // 3 + length]
     text, tokens, _, reason, _, _ = collected(stream(server, stop=["never there", stop], probemon={"hold": hold}))
@@ -265,7 +265,7 @@ def test_end_of_sequence_ends_the_answer(server, served, monkeypatch):
 @pytest.mark.parametrize(
     "setting", [{"prompt_lookup_num_tokens": 4}, {"assistant_early_exit": 1}, {"penalty_alpha": 0.5, "top_k": 4}]
 )
-def test_a_host_whose_settings_take_several_tokens_at_once_is_refused(served, monkeypatch, setting):
+def test_model_whose_settings_emit_several_tokens_at_once_is_refused(served, monkeypatch, setting):
     def again():
         return Served("tiny", served.model, served.tokenizer, served.manager, Limits())
 
@@ -277,13 +277,13 @@ def test_a_host_whose_settings_take_several_tokens_at_once_is_refused(served, mo
         again()
 
 
-def test_an_answer_that_the_hosts_own_limit_of_time_ended_is_none_that_was_cancelled(server, served, monkeypatch):
+def test_max_time_of_the_model_is_reported_as_length_not_as_cancelled(server, served, monkeypatch):
     monkeypatch.setattr(served.model.generation_config, "max_time", 1e-6)
     _, tokens, _, reason, _, usage = collected(stream(server, probemon={}, stream_options={"include_usage": True}))
     assert reason == "length" and usage.completion_tokens == len(tokens) == 1
 
 
-def test_completions_take_texts_and_ids_and_each_choice_is_of_its_prompt(server, served):
+def test_completions_accept_text_and_ids_and_index_choices_by_prompt(server, served):
     text = "Once upon a time"
     ids = served.tokenizer(text)["input_ids"]
     create = server.client.completions.create
@@ -299,7 +299,7 @@ def test_completions_take_texts_and_ids_and_each_choice_is_of_its_prompt(server,
     assert "".join(chunk.choices[0].text for chunk in by_ids) == expected[0]
 
 
-def test_requests_at_the_same_time_have_their_own_rules_and_the_scores_they_have_alone(server, served):
+def test_concurrent_requests_keep_their_own_rules_and_scores(server, served):
     asked = [
         ([{"role": "user", "content": "A"}], [("c5", 0.2)]),
         ([{"role": "user", "content": "Tell me more."}], [("c7", 0.1), ("c9", 0.1)]),
@@ -347,7 +347,7 @@ USERS = "{% for m in messages if m.role == 'user' %}{{ m.content }}\n{% endfor %
         ([{"role": "user", "content": " Hi "}, {"role": "user", "content": ""}], None, None),
     ],
 )
-def test_what_the_chat_template_leaves_out_is_refused(server, served, monkeypatch, messages, tools, param):
+def test_content_that_the_chat_template_drops_is_refused(server, served, monkeypatch, messages, tools, param):
     monkeypatch.setattr(served.tokenizer, "chat_template", USERS)
     body = {"model": "tiny", "messages": messages, "max_tokens": 1} | ({} if tools is None else {"tools": tools})
     answer = server.ask("POST", "/v1/chat/completions", body)
@@ -358,7 +358,7 @@ def test_what_the_chat_template_leaves_out_is_refused(server, served, monkeypatc
     assert answer.status == 400 and error["param"] == param and "the model never reads" in error["message"]
 
 
-def test_models_are_listed_and_another_is_not_found(server):
+def test_served_model_is_listed_and_another_is_not_found(server):
     assert [model.id for model in server.client.models.list()] == ["tiny"]
     assert server.client.models.retrieve("tiny").id == "tiny"
     with pytest.raises(openai.NotFoundError):

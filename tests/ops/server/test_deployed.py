@@ -1,4 +1,4 @@
-"""A server with a deployment: the file's rules hold for every request, beside its own."""
+"""A server with a deployment applies the file's rules to every request, in addition to the request's own."""
 
 import hashlib
 import json
@@ -15,7 +15,7 @@ from conftest import make_pack
 from local_servers import answering
 from probemon import DynamicProbeManager
 from probemon.errors import ConfigError, DeploymentError
-from probemon.monitor.rungs import NAMES
+from probemon.monitor.degradations import NAMES
 from probemon.ops.cli.serve import _reload
 from probemon.ops.deployment.deployment import Deployment
 from probemon.ops.server.served import Served
@@ -63,13 +63,13 @@ def answer_of(served, **probemon):
     return answer.status, json.loads(answer.content)
 
 
-def test_rules_of_the_file_are_told_and_stop_beside_those_of_the_request(parts):
+def test_rules_of_file_and_request_both_record_and_stop(parts):
     record = {"concepts": ["c1"], "above": 0.0, "action": "record", "on_blind": "pass"}
     served = served_by(parts, record)
     status, whole = answer_of(served, rules=[{"concept": "c2", "above": 0.0}])
     told = whole["choices"][0]["message"]["probemon"]
     assert status == 200 and whole["choices"][0]["finish_reason"] == "length"
-    assert {(event["concept"], event["action"]) for event in told["events"]} == {("c1", "tell"), ("c2", "tell")}
+    assert {(event["concept"], event["action"]) for event in told["events"]} == {("c1", "record"), ("c2", "record")}
     assert told["summary"]["deployment"] == served.holding.now.deployment.sha256
     status, cut = answer_of(served_by(parts, {**record, "for_tokens": 3, "action": "stop"}))
     [choice] = cut["choices"]
@@ -84,7 +84,7 @@ def test_rules_of_the_file_are_told_and_stop_beside_those_of_the_request(parts):
     [("pass", []), ("stop", []), ("raise", []), ("pass", [{"concept": "c2", "above": 0.99}])],
     ids=["pass", "stop", "raise", "a rule of the request"],
 )
-def test_a_token_that_is_not_seen_does_what_the_file_says(parts, on_blind, own):
+def test_unseen_token_follows_on_blind_of_the_file(parts, on_blind, own):
     served = served_by(parts, {"concepts": ["c1"], "above": 0.99, "action": "record", "on_blind": on_blind})
     running, decoder = Running(served, token=None), served.model.model
     steps = []
@@ -118,12 +118,12 @@ def test_a_token_that_is_not_seen_does_what_the_file_says(parts, on_blind, own):
         assert choice["finish_reason"] == "content_filter" and events[0]["blind"] and events[0]["action"] == "stop"
 
 
-def test_what_a_server_cannot_do_is_refused(parts):
+def test_deployment_with_sinks_is_refused_by_the_server(parts):
     with pytest.raises(ConfigError, match=r"serve\.json has sinks"):
         served_by(parts, sinks=[{"kind": "jsonl", "path": "scores.jsonl"}])
 
 
-def test_metrics_of_a_server_are_those_of_its_runs_beside_its_own(parts):
+def test_server_metrics_include_those_of_its_runs(parts):
     served = served_by(parts, metrics={"concepts": ["c1", "c3*"]})
     running = Running(served, token=None)
     try:
@@ -149,7 +149,7 @@ def test_metrics_of_a_server_are_those_of_its_runs_beside_its_own(parts):
     assert any(f'# {{request="{one}"}}' in exemplars.content.decode() for one in ids)
 
 
-def test_metrics_are_those_of_what_holds_also_where_no_answer_is_under_way(parts, monkeypatch):
+def test_metrics_describe_the_current_deployment_when_idle(parts, monkeypatch):
     shared = {"budget": {"ms": 1e-6}, "breaker": {"errors": 1, "retry_after": 1000}}
     served = served_by(parts, **shared)
     running, decoder, own = Running(served, token=None), served.model.model, {"rules": [{"concept": "c2"}]}
@@ -188,16 +188,16 @@ def test_metrics_are_those_of_what_holds_also_where_no_answer_is_under_way(parts
         if name.startswith("probemon_info") and sha256 in name
     ] == [0, 1]
     assert found["probemon_runs"] == failed["probemon_runs"] == 0
-    assert failed["probemon_budget_rung"] == served.budget.rung > 0
+    assert failed["probemon_budget_degradation"] == served.budget.degradation > 0
     assert (found["probemon_breaker_open"], failed["probemon_breaker_open"]) == (0, 1)
 
 
-def test_a_server_has_no_second_port_for_metrics(parts):
-    with pytest.raises(ConfigError, match="a server shows them at /metrics of its own"):
+def test_second_metrics_port_is_refused(parts):
+    with pytest.raises(ConfigError, match="a server shows them at its own /metrics"):
         served_by(parts, metrics={"port": 9464})
 
 
-def test_answers_are_events_of_opentelemetry_with_their_ids(parts):
+def test_answers_are_opentelemetry_events_with_their_ids(parts):
     received = []
 
     def take(path, headers, body):
@@ -217,7 +217,7 @@ def test_answers_are_events_of_opentelemetry_with_their_ids(parts):
     assert {one["probemon.deployment"] for one in of_rules} == {served.holding.now.deployment.sha256}
 
 
-def test_a_file_that_is_read_again_holds_for_answers_under_way_from_their_next_token(parts):
+def test_reloaded_file_applies_to_running_answers_from_their_next_token(parts):
     record = {"concepts": ["c1"], "above": 0.0, "action": "record", "on_blind": "pass"}
     served = served_by(parts, record, always_on=["c5"])
     first, folder = served.holding.now.deployment.sha256, parts[0]
@@ -256,7 +256,7 @@ def test_a_file_that_is_read_again_holds_for_answers_under_way_from_their_next_t
         ([{"concepts": ["c1"], "action": "stop", "on_blind": "pass", "above": 0.1}], {"exclude": ["c1"]}, "leave it"),
     ],
 )
-def test_a_bad_file_is_refused_while_the_old_one_holds(parts, rules, more, said):
+def test_bad_file_is_refused_and_the_old_one_stays(parts, rules, more, said):
     record = {"concepts": ["c1"], "above": 0.0, "action": "record", "on_blind": "pass"}
     served = served_by(parts, record)
     before = served.holding.now
@@ -266,7 +266,7 @@ def test_a_bad_file_is_refused_while_the_old_one_holds(parts, rules, more, said)
     assert served.holding.now is before
 
 
-def test_a_rule_of_a_request_that_the_file_now_excludes_is_watched_still_and_rules_of_the_file_hold(parts):
+def test_running_answer_keeps_its_rule_on_a_newly_excluded_concept(parts):
     served = served_by(parts)
     running, decoder, told = Running(served, token=None), served.model.model, []
 
@@ -289,7 +289,7 @@ def test_a_rule_of_a_request_that_the_file_now_excludes_is_watched_still_and_rul
     assert refused.status == 400 and "leave it" in json.loads(refused.content)["error"]["message"]
 
 
-def test_an_answer_that_can_take_nothing_of_a_file_is_counted_and_keeps_what_held(parts, capsys):
+def test_answer_that_cannot_take_the_new_file_keeps_the_old_and_is_counted(parts, capsys):
     """A rule of its own is on what the new file excludes, and the new file's rule on what the old one did."""
     served, told = served_by(parts, exclude=["c3"]), []
     first = served.holding.now.deployment.sha256
@@ -317,11 +317,11 @@ def test_an_answer_that_can_take_nothing_of_a_file_is_counted_and_keeps_what_hel
     summary = kept["message"]["probemon"]["summary"]
     assert kept["finish_reason"] == "length" and summary["deployment"] == first and "deployments" not in summary
     assert new["finish_reason"] == "content_filter" and served.holding.now.deployment.sha256 != first
-    assert "; 1 answer under way: NOTHING of it holds, beside rules of their own" in capsys.readouterr().out
+    assert "; 1 answer under way: NOTHING of it applies, because of the request's rules" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_request_that_waited_while_the_file_excluded_what_its_rule_is_on_is_refused_by_name(parts, stream):
+def test_queued_request_is_refused_when_the_new_file_excludes_its_concept(parts, stream):
     served = served_by(parts)
     running, begun, may_go_on = Running(served, replace(LIMITS, at_once=1), token=None), Event(), Event()
 
@@ -358,14 +358,14 @@ def test_a_request_that_waited_while_the_file_excluded_what_its_rule_is_on_is_re
     assert error["type"] == "invalid_request_error"
 
 
-def test_a_budget_and_a_breaker_are_of_all_answers_together(parts):
+def test_budget_and_breaker_are_shared_by_all_answers(parts):
     served = served_by(parts, budget={"ms": 1e-6}, breaker={"errors": 1})
     for _ in range(3):
         answer_of(served)
-    assert served.budget.rung > 0 and served.circuit.state == "closed"
+    assert served.budget.degradation > 0 and served.circuit.state == "closed"
 
 
-def test_a_judge_is_asked_for_every_answer_and_stops_it(parts):
+def test_judge_is_asked_for_every_answer_and_can_stop_it(parts):
     rulings = {"stop": "stop", "pass": "pass", "mute": "I do not know"}
     asked, word = [], "stop"
 
@@ -390,7 +390,7 @@ def test_a_judge_is_asked_for_every_answer_and_stops_it(parts):
         [event] = choice["message"]["probemon"]["events"]
         stops = name != "pass"
         assert status == 200 and choice["finish_reason"] == ("content_filter" if stops else "length")
-        assert event["action"] == ("stop" if stops else "tell") and event["verdict"]["ruling"] == ruling
+        assert event["action"] == ("stop" if stops else "record") and event["verdict"]["ruling"] == ruling
         assert (
             whole.startswith(choice["message"]["content"]) and event["position"] == answer["usage"]["prompt_tokens"] + 2
         )
@@ -407,9 +407,7 @@ def test_a_judge_is_asked_for_every_answer_and_stops_it(parts):
     [(20, "raise", ("stop", "")), (0.2, "stop", ("stop", "late")), (0.2, "raise", ("raise", "late"))],
     ids=["ruled", "late, stop", "late, raise"],
 )
-def test_a_verdict_that_comes_when_the_answer_is_complete_is_told_all_the_same(
-    parts, within, on_failure, verdict, hold
-):
+def test_verdict_after_the_complete_answer_is_still_reported(parts, within, on_failure, verdict, hold):
     def judge(path, headers, body):
         time.sleep(0.5)
         return 200, "application/json", b'{"choices": [{"message": {"content": "stop"}}]}'
@@ -419,12 +417,12 @@ def test_a_verdict_that_comes_when_the_answer_is_complete_is_told_all_the_same(
         status, answer = answer_of(served_by(parts, rule), hold=hold)  # it is met at the last token that is run
     [choice] = answer["choices"]
     [event] = choice["message"]["probemon"]["events"]
-    assert status == 200 and choice["finish_reason"] == "length" and event["action"] == "tell"
+    assert status == 200 and choice["finish_reason"] == "length" and event["action"] == "record"
     assert (event["verdict"]["ruling"], event["verdict"]["failure"]) == verdict
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["", "stream"])
-def test_what_was_seen_while_a_judge_was_asked_is_said_to_have_been_seen(parts, stream):
+def test_tokens_shown_while_the_judge_decides_are_counted_as_shown(parts, stream):
     """With `hold`: the judge rules in the forward of the sixth token, and three were seen by then beside the third."""
     n_forwards, ruling = [], Event()
 
@@ -466,7 +464,7 @@ def test_what_was_seen_while_a_judge_was_asked_is_said_to_have_been_seen(parts, 
     assert choice["summary"]["n_withheld"] == n_generated - len(tokens) > 0
 
 
-def test_a_key_that_is_not_there_shows_before_the_server_begins_and_before_it_reads_its_file_again(parts):
+def test_missing_judge_key_is_refused_at_start_and_at_reload(parts):
     judge = {"url": "http://localhost:1/v1", "model": "guard", "key_env": "NO_SUCH_KEY"}
     judge |= {"within": 1, "meanwhile": "hold", "on_failure": "stop"}
     rule = {"concepts": ["c1"], "action": "escalate", "judge": judge, "on_blind": "pass"}
@@ -483,7 +481,7 @@ def test_a_key_that_is_not_there_shows_before_the_server_begins_and_before_it_re
 @pytest.mark.filterwarnings(r"ignore:\d of \d generated tokens have no scores")
 @pytest.mark.parametrize("hold", [False, True], ids=["", "hold"])
 @pytest.mark.parametrize("why", ["scoring failed: RuntimeError", "hidden state is not finite"])
-def test_a_rule_of_a_request_is_never_silent_also_where_the_file_has_none(parts, monkeypatch, why, hold):
+def test_request_rule_stops_or_fails_at_an_unseen_token(parts, monkeypatch, why, hold):
     served, n_calls = served_by(parts, breaker={"errors": 1, "retry_after": 1000}), []
     begin = served.manager.begin
 
@@ -514,7 +512,7 @@ def test_a_rule_of_a_request_is_never_silent_also_where_the_file_has_none(parts,
         assert answer.status == 500 and why in content["error"]["message"]
 
 
-def test_a_rule_of_a_request_is_asked_on_whatever_rung_other_answers_are(parts):
+def test_request_rule_is_evaluated_at_any_degradation_level(parts):
     served = served_by(parts, budget={"ms": 1e-6})
     running, own = Running(served, token=None), {"rules": [{"concept": "c2", "above": 0.0}]}
     try:
@@ -522,12 +520,12 @@ def test_a_rule_of_a_request_is_asked_on_whatever_rung_other_answers_are(parts):
         answers = [running.ask("POST", "/v1/chat/completions", body, Authorization=None) for body in bodies]
     finally:
         running.close()
-    assert NAMES[served.budget.rung] == NAMES[-1]
+    assert NAMES[served.budget.degradation] == NAMES[-1]
     [event] = json.loads(answers[-1].content)["choices"][0]["message"]["probemon"]["events"]
     assert event["concept"] == "c2"
 
 
-def test_what_was_read_last_holds_also_where_an_earlier_reading_takes_longer(parts, monkeypatch):
+def test_last_read_file_wins_over_a_slower_earlier_read(parts, monkeypatch):
     served, read, first_is_read, second_asks = served_by(parts), Deployment.read, Event(), Event()
 
     def read_slowly(path):
@@ -550,7 +548,7 @@ def test_what_was_read_last_holds_also_where_an_earlier_reading_takes_longer(par
     assert served.holding.now.exclude == ("c2",)
 
 
-def test_what_the_file_leaves_out_cannot_be_asked_for_nor_counted(parts):
+def test_excluded_concept_cannot_be_requested_or_counted(parts):
     """Its silence would say nothing: not in an answer, nor as a count that stays where it is."""
     served = served_by(parts, exclude=["c2"], metrics={"concepts": ["c3"]})
     assert answer_of(served, concepts=["c3"])[0] == 200
@@ -565,7 +563,7 @@ def test_what_the_file_leaves_out_cannot_be_asked_for_nor_counted(parts):
     assert [answer_of(served, concepts=[concept])[0] for concept in ("c2", "c4")] == [200, 400]
 
 
-def test_server_is_not_ready_while_the_breaker_pauses_and_is_once_an_answer_may_try(parts, monkeypatch):
+def test_server_is_unready_while_the_breaker_is_open(parts, monkeypatch):
     served = served_by(parts, breaker={"errors": 1, "retry_after": 1000})
     running, prompt = Running(served, token=None), served.manager.score_prompt
 
@@ -591,7 +589,7 @@ def test_server_is_not_ready_while_the_breaker_pauses_and_is_once_an_answer_may_
         running.close()
 
 
-def test_rules_that_say_the_same_have_traffic_of_their_own_after_a_reading_too(parts):
+def test_identical_rules_keep_separate_traffic_after_a_reload(parts):
     rule = {"concepts": ["c9"], "above": 3, "aggregate": "z:traffic:64", "action": "record", "on_blind": "pass"}
     served = served_by(parts, rule, rule)
     before = served.holding.now.rules
@@ -600,7 +598,7 @@ def test_rules_that_say_the_same_have_traffic_of_their_own_after_a_reading_too(p
     assert before[0] is not before[1]
 
 
-def test_rules_that_say_the_same_each_judge_a_token_once(parts, monkeypatch):
+def test_identical_rules_each_count_a_token_once(parts, monkeypatch):
     """With one window for both, each token would stand in it twice, and its rank would be another one."""
     monkeypatch.setitem(BODY, "max_tokens", 30)
     rule = {"concepts": ["c9"], "above": 0.0, "aggregate": "rank:traffic:16", "action": "record", "on_blind": "pass"}

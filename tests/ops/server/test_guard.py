@@ -1,4 +1,4 @@
-"""What is not let in: on every route, by whatever method."""
+"""Requests without the right host, origin, token, content type or size are refused on every route."""
 
 import json
 
@@ -28,7 +28,7 @@ def ask(server, method, path, **headers):
     return server.ask(method, path, {} if method == "POST" else None, **headers)
 
 
-def test_routes_here_are_all_there_are(server):
+def test_tested_routes_are_all_routes(server):
     paths = {route.path for route in server.app._app.routes}
     listed = {path.replace("/tiny", "/{name:path}").replace("/x", "/{name}") for _, path in ROUTES}
     assert paths <= listed | {"/", "/page/{name}", "/healthz", "/readyz"}
@@ -38,7 +38,7 @@ def test_routes_here_are_all_there_are(server):
 @pytest.mark.parametrize(
     "host", ["evil.example", "evil.example:80", "127.0.0.1.evil.example", "127.0.0.1@evil.example", "", "[::2]", None]
 )
-def test_foreign_host_is_refused(server, method, path, host):
+def test_foreign_host_header_is_refused(server, method, path, host):
     answer = ask(server, method, path, Host=host)
     assert answer.status == 400
 
@@ -53,26 +53,26 @@ def test_foreign_origin_is_refused(server, method, path, origin):
 
 @pytest.mark.parametrize("method, path", ROUTES)
 @pytest.mark.parametrize("given", [None, "Bearer", "Bearer wrong", "Basic {token}", "Bearer {token}x", "Bearer \xff"])
-def test_without_the_token_nothing_is_told(server, method, path, given):
+def test_request_without_the_right_token_is_unauthorised(server, method, path, given):
     given = given and given.format(token=server.token)
     answer = ask(server, method, path, Authorization=given)
     assert answer.status == 401 and answer.headers["www-authenticate"] == "Bearer"
 
 
 @pytest.mark.parametrize("method, path", OPEN)
-def test_open_routes_hold_nothing_and_need_no_token(server, method, path):
+def test_open_routes_need_no_token_and_reveal_no_secret(server, method, path):
     answer = ask(server, method, path, Authorization=None)
     assert answer.status == 200 and server.token.encode() not in answer.content
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
 @pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", "multipart/form-data", "", None])
-def test_body_that_a_form_could_send_is_refused(server, path, kind):
+def test_content_type_that_a_form_can_send_is_refused(server, path, kind):
     assert server.ask("POST", path, BODY, Content_Type=kind).status == 415
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::"])
-def test_server_at_every_address_is_called_by_the_one_at_which_it_was_reached(served, host):
+def test_server_on_all_addresses_accepts_only_the_address_it_was_reached_at(served, host):
     running = Running(served, host=host)
     try:
         own = f"127.0.0.1:{running.port}"
@@ -86,7 +86,7 @@ def test_server_at_every_address_is_called_by_the_one_at_which_it_was_reached(se
         running.close()
 
 
-def test_own_names_and_origin_are_let_in(server):
+def test_own_host_names_and_origin_are_accepted(server):
     for name in ("localhost", "127.0.0.1", "LOCALHOST", "[::1]"):
         host = f"{name}:{server.port}"
         answer = server.ask("POST", "/v1/chat/completions", BODY, Host=host, Origin=f"http://{host.lower()}")
@@ -94,13 +94,13 @@ def test_own_names_and_origin_are_let_in(server):
 
 
 @pytest.mark.parametrize("method, path", [*ROUTES[2:5], ROUTES[-2], *OPEN])
-def test_every_answer_bears_the_headers(server, method, path):
+def test_every_response_has_the_security_headers(server, method, path):
     for headers in ({}, {"Host": "evil.example"}):
         answer = ask(server, method, path, **headers)
         assert {name: answer.headers[name] for name in HEADERS} == HEADERS
 
 
-def test_body_over_the_limit_is_refused_whether_it_says_so_or_not(server):
+def test_body_over_the_limit_is_refused_with_or_without_a_length(server):
     body = json.dumps({**BODY, "user": "a" * server.limits.body_bytes}).encode()
     for _ in range(5):  # a client that still sends its body sees the answer
         assert server.ask("POST", "/v1/chat/completions", body + b" " * (20 << 20)).status == 413
@@ -112,12 +112,12 @@ def test_body_over_the_limit_is_refused_whether_it_says_so_or_not(server):
 
 
 @pytest.mark.parametrize("name", ["..%2f__init__.py", "../../serving/app.py", "..%2F..%2Fapp.py", "%00", "nothing.js"])
-def test_no_file_outside_the_page_is_sent(server, name):
+def test_no_file_outside_the_page_folder_is_served(server, name):
     answer = server.ask("GET", f"/page/{name}")
     assert answer.status == 404 and b"import" not in answer.content
 
 
-def test_asking_for_the_head_of_the_events_ends_and_takes_no_place(server):
+def test_head_request_of_events_ends_and_takes_no_subscriber(server):
     answer = server.ask("HEAD", "/v1/probemon/events")
     assert answer.status == 200 and answer.headers["content-type"].startswith("text/event-stream")
     assert not answer.content and b"probemon_subscribers 0.0" in server.ask("GET", "/metrics").content

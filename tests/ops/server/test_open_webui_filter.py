@@ -1,4 +1,4 @@
-"""The filter for Open WebUI, fed with what the server really sends; Open WebUI itself is not here."""
+"""The filter for Open WebUI, given what the server really sends; Open WebUI itself does not run here."""
 
 import asyncio
 import importlib.util
@@ -49,7 +49,7 @@ def filtered(one, chunks):
     return asyncio.run(run()), said
 
 
-def test_concepts_become_status_lines_and_a_table_and_no_client_sees_our_keys(server, filter_module):
+def test_filter_shows_status_lines_and_a_table_and_removes_our_keys(server, filter_module):
     one = filter_module.Filter()
     concept = server.get("/v1/probemon/pack")["concepts"][0]
     one.valves.stop_on = concept["id"]
@@ -73,7 +73,7 @@ def test_concepts_become_status_lines_and_a_table_and_no_client_sees_our_keys(se
     assert again["messages"][-1]["content"] == "x"
 
 
-def test_a_rule_that_is_not_known_is_no_score_over_a_threshold(filter_module):
+def test_unknown_rule_is_not_shown_as_a_score_over_its_threshold(filter_module):
     event = {"name": "animal", "score": 0.0, "threshold": 0.99, "blind": "hidden state is not finite"}
     summary = NOTHING | {"stopped_by": event}
     delta = {"probemon": {"events": [event]}, "probemon_summary": summary}
@@ -85,7 +85,7 @@ def test_a_rule_that_is_not_known_is_no_score_over_a_threshold(filter_module):
     ]
 
 
-def test_names_from_a_pack_are_no_markdown(filter_module):
+def test_names_from_a_pack_are_escaped_in_markdown(filter_module):
     path = ["a|b", "[x](javascript:y)", "<img>"]
     concept = {"path": path, "name": "a", "score": 0.5, "strength": None, "precision": None}
     summary = NOTHING | {"leading": [concept], "n_leading": 1}
@@ -93,7 +93,7 @@ def test_names_from_a_pack_are_no_markdown(filter_module):
     assert row == r"| a\|b > \[x\]\(javascript:y\) > \<img> | 0.50 |  |  |"
 
 
-def test_what_was_withheld_and_what_is_unlike_the_calibration_is_said(filter_module):
+def test_withheld_and_unfamiliar_tokens_are_reported(filter_module):
     said = "2 of 3 tokens are unlike the text that the pack was calibrated on"
     assert filter_module.line(NOTHING | {"unlike": said, "n_withheld": 2}) == (
         f"no concept over its threshold; 1 of 3 tokens unseen; 2 withheld; {said}"

@@ -1,4 +1,4 @@
-"""The page of a server shows, in a real browser, what the server's records say."""
+"""The page of a server shows, in a real browser, what the server's records contain."""
 
 import json
 import re
@@ -14,7 +14,7 @@ ANSWER = "new URLSearchParams(location.hash.slice(1)).get('answer')"
 # -- one command, and a coloured token ------------------------------------------------------------
 
 
-def test_one_command_and_a_question_typed_give_a_coloured_token(page_browser):
+def test_demo_command_and_a_typed_question_show_coloured_tokens(page_browser):
     """The demo model with its own pack, as a user starts it; the token leaves the address at once."""
     process = subprocess.Popen(
         [sys.executable, "-m", "probemon.cli", "serve", "demo", "--port", "0"], stdout=subprocess.PIPE, text=True
@@ -47,7 +47,7 @@ def test_one_command_and_a_question_typed_give_a_coloured_token(page_browser):
 # -- what is shown is what the record says ---------------------------------------------------------
 
 
-def test_tokens_are_marked_as_the_record_says_and_panels_tell_of_the_pinned_one(page_browser, page_server):
+def test_tokens_are_marked_as_recorded_and_panels_describe_the_pinned_one(page_browser, page_server):
     name = ask(page_server, "whales")
     known = record(page_server, name)["choices"][0]
     page = visit(page_browser, page_server, f"#answer={name}")
@@ -68,7 +68,7 @@ def test_tokens_are_marked_as_the_record_says_and_panels_tell_of_the_pinned_one(
     assert set(fires) == set(first_parents)
 
 
-def test_what_is_shown_does_not_depend_on_how_many_concepts_a_client_asked_for(page_browser, page_server):
+def test_page_does_not_depend_on_the_clients_top_k(page_browser, page_server):
     """A client that asks for one concept a token, or for none, is looked at as one that asks for all."""
     said = {}
     for top_k in (40, 1, 0):
@@ -80,7 +80,7 @@ def test_what_is_shown_does_not_depend_on_how_many_concepts_a_client_asked_for(p
     assert numbers[0] == numbers[40] != []
 
 
-def test_what_a_client_left_out_is_not_shown_as_silence(page_browser, page_server):
+def test_unrequested_concepts_are_not_shown_as_silent(page_browser, page_server):
     fired = {
         c for token in record(page_server, ask(page_server, "whales"))["choices"][0]["tokens"] for c in token["fired"]
     }
@@ -88,17 +88,18 @@ def test_what_a_client_left_out_is_not_shown_as_silence(page_browser, page_serve
     quiet = ask(page_server, "whales", concepts=[silent])
     page = visit(page_browser, page_server, f"#answer={quiet}")
     page.until(ENDED)
-    told = f"its client asked for {silent} alone"
-    assert f"over its threshold of what was told: {told}." in page("document.getElementById('now-rows').innerText")
+    told = f"the client asked only for {silent}"
+    nothing = f"No requested concept was over its threshold ({told})."
+    assert nothing in page("document.getElementById('now-rows').innerText")
     assert page("document.getElementById('answer-coverage').innerText").endswith(told)
-    assert "quiet or untold concepts" in page("document.getElementById('tree').innerText")
+    assert "that did not fire (only requested ones are reported)" in page("document.getElementById('tree').innerText")
     page.point("document.querySelector('#answer .tok')")
     page.until(
-        "document.getElementById('now-rows').innerText.includes('Nothing of what was told is over its threshold at')"
+        "document.getElementById('now-rows').innerText.includes('No requested concept is over its threshold at')"
     )
 
 
-def test_what_did_not_reach_the_page_is_said_and_a_request_that_the_server_forgot_is_over(page_browser, page_server):
+def test_missing_tokens_are_reported_and_a_forgotten_request_is_shown_as_over(page_browser, page_server):
     """A hole between tokens, or an end that counts more of them; every answer of the server has neither."""
     names = [
         ask(page_server, "whales"),
@@ -124,7 +125,7 @@ def test_what_did_not_reach_the_page_is_said_and_a_request_that_the_server_forgo
     assert [page(missing.format(json.dumps(one))) for one in (holed, cut, open_ended)] == [3, 2, 3]
     view = {"choice": holed, "pack": {"concepts": []}, "upto": len(holed["tokens"]) - 1, "run": {}}
     said = page(f"import('/page/now.js').then(({{ coverageOf }}) => coverageOf({json.dumps(view)}))")
-    assert said.startswith("3 tokens did not reach this page: nothing is known of them here · ")
+    assert said.startswith("3 tokens did not reach this page: nothing is known about them here · ")
     over = page(
         """import('/page/state.js').then(({ apply, isRunning, mergeList, newState }) => {
           const state = newState();
@@ -136,14 +137,14 @@ def test_what_did_not_reach_the_page_is_said_and_a_request_that_the_server_forgo
     assert over == [False, True, True]
 
 
-def test_an_answer_that_nobody_looked_at_is_not_quiet(page_browser, page_server):
+def test_answer_without_scored_tokens_is_not_shown_as_quiet(page_browser, page_server):
     name = ask(page_server, "whales", max_tokens=1)  # the last token is never run by the host
     page = visit(page_browser, page_server, f"#answer={name}")
     page.until(ENDED)
     assert "No token of the answer was scored" in page("document.getElementById('now-rows').innerText")
 
 
-def test_each_answer_of_a_request_has_the_ending_of_its_own(page_browser, page_server):
+def test_each_choice_of_a_request_shows_its_own_ending(page_browser, page_server):
     page = visit(page_browser, page_server)
     ended = page(
         """import('/page/runs.js').then(({ endingOf }) => {
@@ -155,7 +156,7 @@ def test_each_answer_of_a_request_has_the_ending_of_its_own(page_browser, page_s
     assert ended == ["", "cancelled", "complete", "failed: Boom"]
 
 
-def test_a_concept_without_a_threshold_has_a_score_and_no_strength(page_browser, page_server):
+def test_concept_without_threshold_has_a_score_and_no_strength(page_browser, page_server):
     page = visit(page_browser, page_server)
     told = page(
         """Promise.all([import('/page/digest.js'), import('/page/said.js')]).then(([{ digest, nearest }]) => {
@@ -168,25 +169,25 @@ def test_a_concept_without_a_threshold_has_a_score_and_no_strength(page_browser,
     assert told[0][0] is None and told[0][1] < 0 and told[1] == [1]
 
 
-def test_what_a_limit_a_budget_and_an_exclusion_left_out_is_said_of_the_tokens_so_far(page_browser, page_server):
+def test_dropped_shed_and_excluded_counts_are_shown_up_to_the_token(page_browser, page_server):
     """Whether the answer has ended or not: each token has its counts."""
     counts = [(7, 3, 2, 0), (9, 0, 2, 11), (5, 4, 2, 0)]
     names = ("n_active", "n_dropped", "n_excluded", "n_shed")
     tokens = [dict(zip(names, of_token, strict=True)) | {"unseen": None} for of_token in counts]
     page = visit(page_browser, page_server)
     for upto, expected in (
-        (0, "1 token seen, 0 unseen · of 40 probes 7 active a token · 3 scores dropped by a limit or late"),
-        (2, "3 tokens seen, 0 unseen · of 40 probes 7 active a token · 7 scores dropped by a limit or late"),
+        (0, "1 token seen, 0 unseen · 7 of 40 probes active per token · 3 scores dropped by a limit or late"),
+        (2, "3 tokens seen, 0 unseen · 7 of 40 probes active per token · 7 scores dropped by a limit or late"),
     ):
         concepts = [{"threshold": 0.5}] * 38 + [{"threshold": 1}, {"threshold": None}]
         view = {"choice": {"tokens": tokens}, "pack": {"concepts": concepts}, "upto": upto, "run": {}}
         said = page(f"import('/page/now.js').then(({{ coverageOf }}) => coverageOf({json.dumps(view)}))")
-        shed = "less was scored than is watched at 1 token: the budget left it out · " if upto else ""
-        mute = "2 concepts can never fire, whose threshold is 1 or is not set"
-        assert said == f"{expected} · {shed}2 excluded a token · {mute}"
+        shed = "the latency budget left out probes at 1 token · " if upto else ""
+        mute = "2 concepts can never fire (threshold 1 or not set)"
+        assert said == f"{expected} · {shed}2 excluded per token · {mute}"
 
 
-def test_a_link_to_a_token_and_a_concept_shows_that_and_the_concept_alone(page_browser, page_server):
+def test_link_to_token_and_concept_shows_only_these(page_browser, page_server):
     name = ask(page_server, "a link")
     known = record(page_server, name)["choices"][0]
     concepts = page_server.get("/v1/probemon/pack")["concepts"]
@@ -220,7 +221,7 @@ def test_a_link_to_a_token_and_a_concept_shows_that_and_the_concept_alone(page_b
 # -- keys, replay, files ---------------------------------------------------------------------------
 
 
-def test_tokens_lanes_and_tree_are_walked_by_keys_and_lanes_by_pointer(page_browser, page_server):
+def test_tokens_lanes_and_tree_are_navigated_by_keyboard_and_pointer(page_browser, page_server):
     name = ask(page_server, "keys")
     known = record(page_server, name)["choices"][0]
     page = visit(page_browser, page_server, f"#answer={name}")
@@ -259,7 +260,7 @@ def test_tokens_lanes_and_tree_are_walked_by_keys_and_lanes_by_pointer(page_brow
     assert "&concept=c" in page("location.hash") and page("document.activeElement.row.depth") >= 1
 
 
-def test_keys_keep_their_place_in_lists_that_are_drawn_anew(page_browser, page_server):
+def test_keyboard_focus_survives_redrawn_lists(page_browser, page_server):
     names = [ask(page_server, text) for text in ("one", "two")]
     page = visit(page_browser, page_server, f"#answer={names[0]}")
     link = f"document.querySelector('#runs a[href=\"#answer={names[1]}\"]')"
@@ -278,7 +279,7 @@ def test_keys_keep_their_place_in_lists_that_are_drawn_anew(page_browser, page_s
     page.until("location.hash.includes('&token=') && document.activeElement.className === 'since'")
 
 
-def test_a_run_is_saved_opened_again_and_replayed_to_any_token(page_browser, page_server, tmp_path):
+def test_run_can_be_saved_reopened_and_replayed_to_any_token(page_browser, page_server, tmp_path):
     name = ask(page_server, "saved")
     page = visit(page_browser, page_server, f"#answer={name}")
     page.until(ENDED)
@@ -314,7 +315,7 @@ def test_a_run_is_saved_opened_again_and_replayed_to_any_token(page_browser, pag
 # -- rules ------------------------------------------------------------------------------------------
 
 
-def test_a_rule_of_the_form_stops_the_answer_at_its_token_and_its_event_is_listed(page_browser, page_server):
+def test_form_rule_stops_the_answer_and_lists_its_event(page_browser, page_server):
     name = ask(page_server, "a rule")
     tokens = record(page_server, name)["choices"][0]["tokens"]
     concepts = page_server.get("/v1/probemon/pack")["concepts"]
@@ -340,32 +341,31 @@ def test_a_rule_of_the_form_stops_the_answer_at_its_token_and_its_event_is_liste
     assert page("localStorage.getItem('probemon-rules')") == "[]"
 
 
-def test_an_event_without_a_score_says_wherever_it_is_shown_that_its_rule_was_not_known(
-    page_browser, page_server, tmp_path
-):
+def test_blind_event_is_shown_as_unknown_wherever_it_is_listed(page_browser, page_server, tmp_path):
     run = record(page_server, ask(page_server, "saved"))
     choice, why = run["choices"][0], "hidden state is not finite"
     met = {"choice": 0, "concept": "c2", "name": "concept 2", "position": choice["tokens"][3]["position"]}
     met |= {"score": 0.5, "threshold": 0.25, "action": "stop", "for_tokens": 2, "aggregate": None}
     blind = {**met, "name": "concept 4", "concept": "c4", "score": 0.0, "blind": why}
-    told = {**blind, "name": "concept 6", "concept": "c6", "action": "tell"}
+    told = {**blind, "name": "concept 6", "concept": "c6", "action": "record"}
     choice["events"], choice["summary"]["stopped_by"] = [blind, told, met], blind
     saved = {"format": "probemon-run-2", "pack": page_server.get("/v1/probemon/pack"), "run": run}
     (tmp_path / "run.json").write_text(json.dumps(saved))
     page = visit(page_browser, page_server)
     open_file(page, tmp_path / "run.json")
     page.until("document.querySelector('.halt') !== null")
-    ending = f"stopped: concept 4 was not known: {why}"
+    ending = f"stopped: concept 4 could not be evaluated: {why}"
     assert page("document.querySelector('.halt').textContent") == ending
     assert ending in page("document.getElementById('answer-state').textContent")
-    said = [f"concept 4 was not known, which stopped it: {why}", f"concept 6 was not known: {why}"]
+    blindly = "could not be evaluated"
+    said = [f"concept 4 {blindly}, which stopped the answer: {why}", f"concept 6 {blindly}: {why}"]
     flag = page("document.querySelector('#lanes .flag').title")
-    assert flag == f"token {met['position']}: {', '.join(said)}, concept 2 stopped it"
+    assert flag == f"token {met['position']}: {', '.join(said)}, concept 2 stopped the answer"
     listed = page("[...document.querySelectorAll('#events li > span:nth-child(2)')].map((n) => n.textContent)")
-    assert listed == [*said, "concept 2 stopped it: 0.500 over 0.250 for 2 tokens"]
+    assert listed == [*said, "concept 2 stopped the answer: 0.500 over 0.250 for 2 tokens"]
 
 
-def test_rules_that_were_kept_are_read_with_what_they_leave_out_and_without_what_is_none(page_browser, page_server):
+def test_saved_rules_are_restored_and_invalid_ones_dropped(page_browser, page_server):
     page = visit(page_browser, page_server)
     kept = [{"concept": "c1"}, {"concept": "c2", "above": 0.5, "for_tokens": 2, "action": "stop"}]
     kept += [None, {"concept": "c3", "above": "x"}, {"concept": "c4", "action": "shout"}, {"above": 0.5}]
@@ -376,13 +376,13 @@ def test_rules_that_were_kept_are_read_with_what_they_leave_out_and_without_what
     page.until("document.querySelector('#rules li') !== null")
     page("localStorage.clear()")
     told = page("[...document.querySelectorAll('#rules bdi')].map((n) => n.textContent)")
-    assert told == ["Tell when c1 is over its threshold", "Stop when c2 is over 0.5 for 2 tokens"]
+    assert told == ["Record when c1 is over its threshold", "Stop when c2 is over 0.5 for 2 tokens"]
 
 
-def test_what_the_server_refuses_is_told_in_its_words_and_the_question_is_kept(page_browser, page_server):
+def test_server_refusal_is_shown_and_the_question_is_kept(page_browser, page_server):
     page = visit(page_browser, page_server)
     page(
-        "const rule = { concept: 'no such', above: null, for_tokens: 1, aggregate: null, action: 'tell' };"
+        "const rule = { concept: 'no such', above: null, for_tokens: 1, aggregate: null, action: 'record' };"
         " localStorage.setItem('probemon-rules', JSON.stringify([rule]))"
     )
     page("document.documentElement.dataset.ready = 'no more'")

@@ -1,4 +1,4 @@
-"""Whatever becomes of connections, the page of a server shows all of an answer."""
+"""The page of a server shows the whole answer whatever happens to its connections."""
 
 import http.client
 import json
@@ -14,7 +14,7 @@ from running_server import Running
 from served_page import ENDED, READY, ask, assert_shows, held, record, server_with, shown, visit
 
 
-def test_without_the_token_a_page_asks_for_it_and_goes_on(page_browser, page_server):
+def test_page_without_token_asks_for_it_and_continues(page_browser, page_server):
     name = ask(page_server, "sign in")
     page = page_browser.open(f"http://127.0.0.1:{page_server.port}/#answer={name}&token=3")
     page.until(READY)
@@ -37,7 +37,7 @@ def test_without_the_token_a_page_asks_for_it_and_goes_on(page_browser, page_ser
 # -- while it is generated -------------------------------------------------------------------------
 
 
-def test_two_pages_opened_while_it_is_answered_show_all_of_it(page_browser, page_server):
+def test_pages_opened_during_an_answer_show_all_of_it(page_browser, page_server):
     with held(page_server, 12) as go_on:
         asking = threading.Thread(target=ask, args=(page_server, "opened late", 50))
         asking.start()
@@ -60,7 +60,7 @@ def test_two_pages_opened_while_it_is_answered_show_all_of_it(page_browser, page
 
 
 @pytest.mark.parametrize("lost", [False, True], ids=["all is still kept", "some is not kept any more"])
-def test_a_page_whose_connection_is_cut_comes_back_and_misses_nothing(page_browser, page_server, lost):
+def test_page_reconnects_after_a_cut_and_misses_nothing(page_browser, page_server, lost):
     with CutProxy(page_server.port) as proxy:
         page = visit(page_browser, page_server, port=proxy.port)
         with held(page_server, 12) as go_on:
@@ -70,7 +70,7 @@ def test_a_page_whose_connection_is_cut_comes_back_and_misses_nothing(page_brows
             proxy.open = False
             n_before = len(proxy.heads)
             proxy.cut()
-            page.until("document.getElementById('connection').textContent.startsWith('away')")
+            page.until("document.getElementById('connection').textContent.startsWith('disconnected')")
             proxy.open = not lost
             go_on()
             asking.join()
@@ -96,9 +96,7 @@ def test_a_page_whose_connection_is_cut_comes_back_and_misses_nothing(page_brows
 NAMES_SHOWN = "[...document.querySelectorAll('#now-rows bdi, #lanes bdi, #tree bdi')].map((n) => n.textContent)"
 
 
-def test_a_page_open_across_a_restart_names_concepts_by_the_pack_of_each_answers_server(
-    page_browser, page_server, tmp_path
-):
+def test_page_open_across_a_restart_names_concepts_by_each_servers_pack(page_browser, page_server, tmp_path):
     """The new server has more concepts, and the same ids for others; its events have the ids that the old one's had."""
     new = server_with(tmp_path / "new", [f"zebra {i}" for i in range(60)])
     try:
@@ -114,8 +112,8 @@ def test_a_page_open_across_a_restart_names_concepts_by_the_pack_of_each_answers
             assert "started again" in page("document.getElementById('complaint').textContent")
             assert "zebra 7" in page("document.getElementById('rule-concepts').textContent")
             assert_shows(page, page_server, old)
-            assert "of the server before" in page("document.getElementById('runs').textContent")
-            assert "Of the server before" in page("document.getElementById('answer-coverage').textContent")
+            assert "from before the restart" in page("document.getElementById('runs').textContent")
+            assert "From before the restart" in page("document.getElementById('answer-coverage').textContent")
             names = page(NAMES_SHOWN)
             assert names and not any(name.startswith("zebra") for name in names)
             name = ask(new, "after", 30)
@@ -133,7 +131,7 @@ def test_a_page_open_across_a_restart_names_concepts_by_the_pack_of_each_answers
     page_browser.complaints.clear()
 
 
-def test_what_another_server_answers_before_the_stream_tells_of_it_is_not_taken(page_browser, page_server, tmp_path):
+def test_answer_of_another_server_is_not_mixed_into_the_old_stream(page_browser, page_server, tmp_path):
     """The stream stays with the old server, while what the page fetches comes from the new one already."""
     new = server_with(tmp_path / "new", [f"zebra {i}" for i in range(60)])
     try:
@@ -155,7 +153,7 @@ def test_what_another_server_answers_before_the_stream_tells_of_it_is_not_taken(
     page_browser.complaints.clear()
 
 
-def test_of_seven_tabs_the_one_in_front_is_live_and_the_others_hold_no_connection(page_browser, page_server):
+def test_only_the_visible_one_of_seven_tabs_holds_a_connection(page_browser, page_server):
     """Browsers open six connections to a server, for all tabs together."""
     tabs = [visit(page_browser, page_server) for _ in range(7)]
     name = ask(page_server, "seven tabs", 20)
@@ -171,7 +169,7 @@ def test_of_seven_tabs_the_one_in_front_is_live_and_the_others_hold_no_connectio
     assert_shows(tabs[0], page_server, name)
 
 
-def test_a_page_that_gets_no_answer_says_so_within_seconds_and_goes_on_once_it_does(page_browser, page_server):
+def test_page_without_a_reply_says_so_within_seconds_and_then_recovers(page_browser, page_server):
     """Windows side by side are all in sight, and each holds a connection: the sixth gets its stream, and no more."""
     windows = [visit(page_browser, page_server, window=True) for _ in range(5)]
     address = f"http://127.0.0.1:{page_server.port}/#token={page_server.token.replace(' ', '%20')}"
@@ -204,9 +202,9 @@ ORDERS = """import("/page/state.js").then(({ newState, apply, merge, recordOf })
 })"""
 
 
-def test_events_in_any_order_twice_and_beside_the_record_make_one_answer(page_browser, page_server):
+def test_events_in_any_order_and_repeated_build_the_same_answer(page_browser, page_server):
     """Each order has every event; some have the whole record (-1) among them, all have some events twice."""
-    name = ask(page_server, "orders", 25, rules=[{"concept": "c0", "above": 0, "action": "tell"}])
+    name = ask(page_server, "orders", 25, rules=[{"concept": "c0", "above": 0, "action": "record"}])
     known = record(page_server, name)
     page, rng = visit(page_browser, page_server), random.Random(5)
     n = 2 + len(known["choices"][0]["tokens"]) + len(known["choices"][0]["events"])
@@ -223,7 +221,7 @@ def test_events_in_any_order_twice_and_beside_the_record_make_one_answer(page_br
         assert [answer] == known["choices"]
 
 
-def test_an_open_page_does_not_hold_up_the_end_of_its_server(served):
+def test_open_page_does_not_delay_the_servers_shutdown(served):
     """Uvicorn waits five seconds for answers that go on, and then cuts them off with a traceback."""
     server = Running(served)
     reader = http.client.HTTPConnection("127.0.0.1", server.port, timeout=20)

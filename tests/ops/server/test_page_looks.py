@@ -1,4 +1,4 @@
-"""The page of a server runs nothing of what it shows, and can be read at every size."""
+"""The page of a server executes nothing that it shows, and is readable at every size."""
 
 import json
 import re
@@ -75,7 +75,7 @@ def hostile_run(pack):
     return {"format": "probemon-run-2", "pack": {**pack, "concepts": names}, "run": run}
 
 
-def test_hostile_tokens_names_and_messages_are_shown_and_nothing_of_them_runs(page_browser, page_server, tmp_path):
+def test_hostile_text_is_shown_and_never_executed(page_browser, page_server, tmp_path):
     """Messages come by the server, which refuses such names of concepts; these, tokens and reasons come from a file."""
     for text in HOSTILE[:5]:
         name = ask(page_server, text, 6)
@@ -107,7 +107,7 @@ def test_hostile_tokens_names_and_messages_are_shown_and_nothing_of_them_runs(pa
     assert page("document.scripts.length") == 1
 
 
-def test_harmless_writes_the_same_characters_as_python_does(page_browser, page_server):
+def test_harmless_in_javascript_equals_harmless_in_python(page_browser, page_server):
     page = visit(page_browser, page_server)
     codes = [code for code in range(0x110000) if not 0xD800 <= code < 0xE000]
     changed = page(
@@ -174,8 +174,8 @@ REACHED = """(() => {
 
 
 @pytest.mark.parametrize("dark", [False, True])
-def test_every_word_can_be_read_on_what_is_behind_it(page_browser, page_server, dark):
-    name = ask(page_server, "contrast", rules=[{"concept": "c0", "above": 0, "action": "tell"}])
+def test_every_text_has_enough_contrast(page_browser, page_server, dark):
+    name = ask(page_server, "contrast", rules=[{"concept": "c0", "above": 0, "action": "record"}])
     page = visit(page_browser, page_server, f"#answer={name}", dark=dark, width=1600, height=1000)
     page.until(ENDED)
     found = page(CONTRASTS)
@@ -184,7 +184,7 @@ def test_every_word_can_be_read_on_what_is_behind_it(page_browser, page_server, 
 
 
 @pytest.mark.parametrize("width", [320, 768, 1280, 1920])
-def test_nothing_is_wider_than_the_window_and_every_part_can_be_reached(page_browser, page_server, width):
+def test_page_fits_the_window_and_every_part_is_reachable(page_browser, page_server, width):
     name = ask(page_server, "sizes")
     page = visit(page_browser, page_server, f"#answer={name}", width=width, height=700)
     page.until(ENDED)
@@ -197,7 +197,7 @@ def test_nothing_is_wider_than_the_window_and_every_part_can_be_reached(page_bro
         assert page(REACHED.replace("PART", part)), part
 
 
-def test_files_of_the_page_have_names_of_their_own():
+def test_page_files_have_unique_names():
     folders = files("probemon.util") / "page_code", files("probemon.ops.server") / "page"
     names = [entry.name for folder in folders for entry in folder.iterdir()]
     assert len(names) == len(set(names)) == len(page_files()) and {"index.html", "colours.css"} < set(names)

@@ -1,4 +1,4 @@
-"""Requests that are kept: as many, and as many bytes, as the limits let."""
+"""The server keeps as many requests, and as many bytes of them, as the limits allow."""
 
 import json
 import tracemalloc
@@ -12,7 +12,7 @@ def content(n):
     return {"request": f"r{n}", "created": n, "kind": "completion", "prompt": "a", "options": {}, "choices": [choice]}
 
 
-def test_bytes_of_all_records_stay_under_the_limit_and_what_runs_is_never_forgotten():
+def test_records_stay_under_the_byte_limit_and_running_ones_are_kept():
     limits = Limits(kept_requests=50, kept_requests_bytes=10_000)
     records = Records(limits)
     running = records.begin("r0", content(0))
@@ -35,7 +35,7 @@ def test_bytes_of_all_records_stay_under_the_limit_and_what_runs_is_never_forgot
     assert records.get("r0") is None and len(records.list()) <= 50
 
 
-def test_what_has_ended_takes_as_much_memory_as_its_limit_counts():
+def test_ended_records_use_the_memory_that_the_limit_counts():
     records, token = Records(Limits()), {"position": 1, "token": "word", "concepts": [{"concept": "a", "score": 0.5}]}
     tracemalloc.start()
     try:
@@ -52,7 +52,7 @@ def test_what_has_ended_takes_as_much_memory_as_its_limit_counts():
         tracemalloc.stop()
 
 
-def test_list_is_the_newest_first_and_shortened():
+def test_list_is_newest_first_and_shortened():
     records = Records(Limits())
     chat = {**content(1), "kind": "chat", "messages": [{"role": "user", "content": "b" * 500}]}
     records.begin("one", content(0))

@@ -1,4 +1,4 @@
-"""What a body may not ask for is refused with the name of the parameter."""
+"""A request body that asks for something unsupported is refused with the name of the parameter."""
 
 import json
 
@@ -121,11 +121,11 @@ def test_refusal_of_a_completion_names_its_parameter(changes, param):
         b'{"model": "m", "prompt": "a", "metadata": ' + b"[" * 950 + b"]" * 950 + b"}",
     ],
 )
-def test_what_is_no_json_object_is_refused(body):
+def test_body_that_is_not_a_json_object_is_refused(body):
     assert refused("completion", body).param is None
 
 
-def test_what_is_asked_for_is_read():
+def test_valid_requests_are_parsed_into_their_settings():
     watch = {"concepts": ["a"], "rules": [{"concept": "b", "above": 0.5, "action": "stop"}], "hold": True}
     asked = {**CHAT, "max_completion_tokens": 7, "stop": "x", "user": "me", "metadata": {"a": "b"}, "probemon": watch}
     request = read_request("chat", json.dumps(asked).encode(), LIMITS)

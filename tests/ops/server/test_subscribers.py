@@ -1,4 +1,4 @@
-"""The ring of events: what subscribers lose is counted, and the count never falls."""
+"""The event ring counts what each subscriber lost, and the count never falls."""
 
 import asyncio
 
@@ -6,7 +6,7 @@ from probemon.ops.server.limits import Limits
 from probemon.ops.server.subscribers import EventRing
 
 
-def test_what_a_subscriber_lost_stays_counted_when_it_leaves():
+def test_lost_events_stay_counted_after_the_subscriber_leaves():
     async def counts():
         ring = EventRing(Limits(kept_events=10))
         deaf, reader = ring.subscribe(None, dict), ring.subscribe(None, dict)

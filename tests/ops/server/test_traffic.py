@@ -1,4 +1,4 @@
-"""Clients who leave, who do not read, who are too many; pages that subscribe, lag and come back; requests kept."""
+"""Clients that leave, stall or are too many; pages that subscribe, lag and return; requests that are kept."""
 
 import http.client
 import json
@@ -116,9 +116,7 @@ def page(server, after=None):
 
 
 @pytest.mark.parametrize("streamed", [True, False])
-def test_client_that_leaves_ends_its_generation_within_two_tokens_and_the_next_answer_is_exact(
-    server, served, streamed
-):
+def test_leaving_client_ends_its_generation_within_two_tokens(server, served, streamed):
     expected = collected(stream(server, probemon={}))
     with turnstile(served) as held:
         ask = {"model": "tiny", "messages": CHAT, "max_tokens": 40, **GREEDY, "stream": streamed}
@@ -131,7 +129,7 @@ def test_client_that_leaves_ends_its_generation_within_two_tokens_and_the_next_a
     assert collected(stream(server, probemon={})) == expected
 
 
-def test_every_answer_that_nobody_waits_for_any_more_is_said_to_have_ended(server, served):
+def test_every_choice_of_a_client_that_left_is_reported_as_cancelled(server, served):
     with turnstile(served) as held, page(server) as reader:
         ask_and_leave(server, held, {"model": "tiny", "messages": CHAT, "max_tokens": 4, "n": 3, "seed": 0}, 2)
         held.let(30)
@@ -144,7 +142,7 @@ def test_every_answer_that_nobody_waits_for_any_more_is_said_to_have_ended(serve
         assert {name: choice[name] for name in ("text", "finish_reason", "summary")}.items() <= end.items()
 
 
-def test_requests_that_are_too_many_are_answered_429_and_may_come_again(server, served):
+def test_too_many_requests_get_429_with_retry_after(server, served):
     with turnstile(served) as held:
         streams = [stream(server, max_tokens=2) for _ in range(LIMITS.at_once)]
         eventually(lambda: b"probemon_requests_running 2" in server.ask("GET", "/metrics").content)
@@ -159,7 +157,7 @@ def test_requests_that_are_too_many_are_answered_429_and_may_come_again(server, 
         assert [collected(one)[3] for one in streams] == ["length"] * len(streams)
 
 
-def test_client_that_does_not_read_holds_up_nobody_else_and_is_cut_off(served, caplog):
+def test_client_that_does_not_read_blocks_nobody_and_is_cut_off(served, caplog):
     limits = Limits(max_tokens=100, at_once=2, waiting_bytes=1, stalled_seconds=1)
     running = Running(served, limits)
     try:
@@ -189,7 +187,7 @@ def test_client_that_does_not_read_holds_up_nobody_else_and_is_cut_off(served, c
     assert [record for record in caplog.records if record.levelname == "ERROR"] == []
 
 
-def test_connection_that_is_used_again_and_again_is_not_cut_off(served):
+def test_reused_connection_is_not_cut_off(served):
     running = Running(served, patience_seconds=0.2)
     try:
         connection = http.client.HTTPConnection("127.0.0.1", running.port, timeout=20)
@@ -202,7 +200,7 @@ def test_connection_that_is_used_again_and_again_is_not_cut_off(served):
         running.close()
 
 
-def test_answer_that_fails_while_nobody_reads_it_leaves_the_next_its_thread(served, monkeypatch):
+def test_failed_answer_that_nobody_reads_frees_its_thread(served, monkeypatch):
     def broken(self, *arguments, **options):
         told(self, *arguments, **options)
         raise RuntimeError("no more")
@@ -223,7 +221,7 @@ def test_answer_that_fails_while_nobody_reads_it_leaves_the_next_its_thread(serv
         running.close()
 
 
-def test_connection_that_asks_nothing_whole_or_takes_nothing_is_cut_off(served):
+def test_connection_with_an_incomplete_request_is_cut_off(served):
     running = Running(served, patience_seconds=0.5)
     try:
         for beginning in (
@@ -243,10 +241,10 @@ def test_connection_that_asks_nothing_whole_or_takes_nothing_is_cut_off(served):
         running.close()
 
 
-def test_page_hears_of_a_request_what_its_client_and_its_record_do(server):
+def test_page_receives_what_client_and_record_contain(server):
     with page(server) as reader:
         assert reader.hello["n_running"] == 0 and reader.hello["subscribers"] >= 1 and len(reader.hello["boot"]) == 16
-        rule = {"concept": "c5", "above": 0.2, "action": "tell"}
+        rule = {"concept": "c5", "above": 0.2, "action": "record"}
         options = {"rules": [rule], "prompt": True}
         text, tokens, events, _, summary, _ = collected(stream(server, probemon=options))
         heard = reader.until("end")
@@ -275,7 +273,7 @@ def test_page_hears_of_a_request_what_its_client_and_its_record_do(server):
     assert record["messages"] == CHAT and record["request"] == name
 
 
-def test_page_that_asks_nothing_of_a_request_is_told_its_tokens_still(server, served):
+def test_page_receives_tokens_of_requests_without_probemon_options(server, served):
     with page(server) as reader:
         collected(stream(server))
         heard = [content for kind, content in reader.until("end") if kind == "token"]
@@ -284,7 +282,7 @@ def test_page_that_asks_nothing_of_a_request_is_told_its_tokens_still(server, se
     assert all(len(token["top"]) == 3 for token in heard[:-1])
 
 
-def test_page_that_opens_while_an_answer_is_generated_finds_its_beginning_in_the_record(server, served):
+def test_page_opened_during_an_answer_finds_its_start_in_the_record(server, served):
     with turnstile(served) as held:
         answer = stream(server, max_tokens=6)
         held.let(3)
@@ -300,7 +298,7 @@ def test_page_that_opens_while_an_answer_is_generated_finds_its_beginning_in_the
     assert collected(answer)[3] == "length"
 
 
-def test_page_that_comes_back_gets_what_it_missed_and_is_told_what_is_gone(server):
+def test_returning_page_gets_missed_events_or_a_gap_event(server):
     with page(server) as reader:
         collected(stream(server))
         reader.until("end")
@@ -322,19 +320,19 @@ def test_page_that_comes_back_gets_what_it_missed_and_is_told_what_is_gone(serve
         assert len(kept) == LIMITS.kept_events and kept[-1][0] == "end"
 
 
-def test_page_of_an_earlier_server_begins_anew(server):
+def test_page_with_an_unknown_event_id_starts_at_new_events(server):
     with page(server, after=10**12) as reader:
         collected(stream(server))
         assert reader.next()[0] == "begin"
 
 
-def test_two_pages_hear_the_same(server):
+def test_two_pages_receive_the_same_events(server):
     with page(server) as one, page(server) as other:
         collected(stream(server))
         assert one.until("end") == other.until("end")
 
 
-def test_forgotten_request_is_said_to_be_forgotten_and_memory_is_bounded(server):
+def test_forgotten_request_is_reported_and_memory_is_bounded(server):
     first = server.client.chat.completions.create(model="tiny", messages=CHAT, max_tokens=1)
     assert server.get(f"/v1/probemon/requests/{first.id}")["request"] == first.id
     for _ in range(LIMITS.kept_requests):
@@ -344,7 +342,7 @@ def test_forgotten_request_is_said_to_be_forgotten_and_memory_is_bounded(server)
     assert len(server.get("/v1/probemon/requests")["requests"]) == LIMITS.kept_requests
 
 
-def test_pack_is_told_with_the_numbers_that_tokens_have(server, served):
+def test_pack_route_numbers_concepts_as_the_tokens_do(server, served):
     told, pack = server.get("/v1/probemon/pack"), served.manager.pack
     assert (told["model"], told["pack"], len(told["concepts"])) == ("tiny", pack.name, pack.n_probes)
     for probe, concept in enumerate(told["concepts"]):
@@ -353,7 +351,7 @@ def test_pack_is_told_with_the_numbers_that_tokens_have(server, served):
         assert concept["threshold"] == pytest.approx(0.3) and concept["precision"] is None
 
 
-def test_server_that_does_not_see_is_not_ready(served, monkeypatch):
+def test_server_that_cannot_see_is_not_ready(served, monkeypatch):
     running = Running(served)
     try:
         assert running.ask("GET", "/readyz").status == 200
@@ -396,11 +394,11 @@ def test_server_that_does_not_see_is_not_ready(served, monkeypatch):
         ({"max_tokens": 40, "messages": [{"role": "user", "content": "a " * 70}]}, "messages"),
     ],
 )
-def test_what_does_not_fit_the_pack_or_the_host_is_refused_before_it_waits(server, changes, param):
+def test_request_that_does_not_fit_pack_or_model_is_refused_before_it_queues(server, changes, param):
     answer = server.ask("POST", "/v1/chat/completions", {"model": "tiny", "messages": CHAT, **changes})
     assert answer.status == 400 and json.loads(answer.content)["error"]["param"] == param
 
 
-def test_prompt_of_ids_that_the_host_does_not_have_is_refused(server):
+def test_prompt_ids_outside_the_vocabulary_are_refused(server):
     answer = server.ask("POST", "/v1/completions", {"model": "tiny", "prompt": [10**6]})
     assert answer.status == 400 and json.loads(answer.content)["error"]["param"] == "prompt"

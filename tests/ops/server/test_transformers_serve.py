@@ -1,4 +1,4 @@
-"""The example that watches transformers' own server: its texts stay, its events are those of a stream."""
+"""The example that watches transformers' own server keeps its texts and reports the events of a stream."""
 
 import gc
 import sys
@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from conftest import make_pack
 from local_servers import nobody
 from probemon import DynamicProbeManager, Event, ProbePack
-from probemon.errors import NotSupportedHost
+from probemon.errors import UnsupportedModel
 from run_examples import EXAMPLES
 from running_server import demo_tokenizer, tiny_host
 
@@ -66,14 +66,14 @@ def served_texts(model, pack, rule, tell):
             for stream in (False, True):
                 client.post(f"{address}/reset", cast_to=object)
                 texts.append(text_of(client, model, stream=stream))
-            with pytest.raises(NotSupportedHost, match="another@main is not loaded"):
+            with pytest.raises(UnsupportedModel, match="another@main is not loaded"):
                 server._model_manager.load_model_and_processor("another@main")
             return texts
 
 
 # Transformers' server leaves its event loop open when it is ended, which is noticed where it is collected.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_its_texts_are_the_hosts_and_its_events_those_of_a_stream(folders):
+def test_watched_server_keeps_its_texts_and_reports_stream_events(folders):
     model, pack = folders
     rule = f"{ProbePack.open(pack).concepts[0]['id']}:0.2"
     events = []
@@ -95,7 +95,7 @@ def test_its_texts_are_the_hosts_and_its_events_those_of_a_stream(folders):
     assert events == [event | {"generation": i} for i in range(3) for event in expected]
 
 
-def test_an_event_of_a_token_without_a_score_says_why_and_names_no_score():
+def test_event_at_an_unscored_token_gives_the_reason_and_no_score():
     event = Event(
         "c1", "one", ("one",), 0, 3, 7, score=0.0, above=0.5, for_tokens=1, blind="hidden state is not finite"
     )
@@ -104,10 +104,10 @@ def test_an_event_of_a_token_without_a_score_says_why_and_names_no_score():
     assert "blind" not in described(replace(event, blind=""))
 
 
-def test_another_version_is_refused_by_name(folders, monkeypatch):
+def test_untested_transformers_version_is_refused(folders, monkeypatch):
     monkeypatch.setattr(transformers, "__version__", "5.99.0")
     with (
-        pytest.raises(NotSupportedHost, match=r"5\.99\.0: its server was tried in 5\.23\.0 alone"),
+        pytest.raises(UnsupportedModel, match=r"5\.99\.0: its server was tried in 5\.23\.0 alone"),
         watched_server(*folders, [], print),
     ):
         pass

@@ -1,4 +1,4 @@
-"""The metrics that a deployment file asks for are shown at its port, by one exporter for all managers made of it."""
+"""One exporter per port shows the metrics that deployment files ask for, for all managers made from them."""
 
 import copy
 import hashlib
@@ -46,7 +46,7 @@ def shown(port):
     return {line.rpartition(" ")[0]: float(line.rpartition(" ")[2]) for line in lines if line[0] != "#"}
 
 
-def test_runs_of_a_file_are_counted_at_its_port(model, folder):
+def test_runs_of_a_deployment_are_counted_at_its_port(model, folder):
     port = free_port()
     path = written(folder, concepts=["c1", "c3*"], port=port)
     manager, again = (DynamicProbeManager.from_deployment(path) for _ in range(2))
@@ -69,7 +69,7 @@ def test_runs_of_a_file_are_counted_at_its_port(model, folder):
 
 
 @pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda manager: pickle.loads(pickle.dumps(manager))])
-def test_a_copied_manager_counts_as_the_first_does(model, folder, copied):
+def test_copied_manager_counts_at_the_same_port(model, folder, copied):
     port = free_port()
     manager = DynamicProbeManager.from_deployment(written(folder, port=port))
     for n, one in enumerate((manager, copied(manager)), 1):
@@ -80,7 +80,7 @@ def test_a_copied_manager_counts_as_the_first_does(model, folder, copied):
     assert shown(port)['probemon_tokens_total{phase="prompt",unseen=""}'] > 10
 
 
-def test_what_is_counted_by_name_cannot_be_left_out_while_a_run_goes_on(model, folder):
+def test_concept_counted_by_name_cannot_be_excluded_during_a_run(model, folder):
     path, port = folder / "watch.json", free_port()
     manager = DynamicProbeManager.from_deployment(written(folder, concepts=["c7"], port=port))
     with manager.attach(model) as run:
@@ -94,7 +94,7 @@ def test_what_is_counted_by_name_cannot_be_left_out_while_a_run_goes_on(model, f
         run.update(exclude=["c9"])
 
 
-def test_an_edited_file_is_what_is_watched_from_then_on(model, folder):
+def test_updated_deployment_is_the_one_shown_in_metrics(model, folder):
     port = free_port()
     manager = DynamicProbeManager.from_deployment(written(folder, port=port))
     with manager.attach(model) as run:
@@ -109,7 +109,7 @@ def test_an_edited_file_is_what_is_watched_from_then_on(model, folder):
         assert [n for name, n in told.items() if f'deployment="{sha256}"' in name] == [value]
 
 
-def test_streams_are_counted_and_their_prepare_is_called(model, folder):
+def test_streams_are_counted_and_call_prepare(model, folder):
     port, prepared = free_port(), []
     manager = DynamicProbeManager.from_deployment(written(folder, port=port))
     options = {**GREEDY, "include_prompt": True, "prepare": prepared.append}
@@ -120,7 +120,7 @@ def test_streams_are_counted_and_their_prepare_is_called(model, folder):
     assert len(prepared) == 1 and found["probemon_runs"] == 0
 
 
-def test_what_cannot_be_shown_is_told_with_its_line_or_its_port(folder):
+def test_invalid_metrics_settings_name_their_line_or_port(folder):
     for metrics, said in (
         ({"concepts": ["nothing like it"]}, r"line \d+: metrics.concepts: .*nothing like it"),
         ({"address": "127.0.0.1"}, r"line \d+: metrics: 'port' is a dependency of 'address'"),

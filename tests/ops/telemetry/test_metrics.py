@@ -1,4 +1,4 @@
-"""Metrics of a process: what a real Prometheus reads is what the results of its runs say, added up."""
+"""Metrics of a process, read by a real Prometheus, equal the summed results of its runs."""
 
 import os
 import re
@@ -29,7 +29,7 @@ from probemon.adapters.routing.statistics import METRICS
 from probemon.core.scores import COUNTS
 from probemon.errors import ConfigError, UnknownConcept
 from probemon.monitor.breaker import Breaker
-from probemon.monitor.rungs import DEPTH, NAMES, OFF
+from probemon.monitor.degradations import DEPTH, NAMES, OFF
 from probemon.monitor.sinks import CallbackSink, JsonLinesSink, MemorySink
 from probemon.ops.budget import Budget
 from probemon.ops.drift.drift_monitor import DriftMonitor
@@ -68,7 +68,7 @@ def of(found, name, **labels):
     return found[name, tuple(sorted(labels.items()))]
 
 
-def test_counts_are_those_of_the_results_over_all_runs(model, pack):
+def test_metric_counts_equal_the_results_over_all_runs(model, pack):
     manager, metrics = DynamicProbeManager(pack, audit_rate=0.5), fresh("c1", "c30")
     results, seconds = [], []
     for columns in (5, 4):
@@ -109,7 +109,7 @@ def test_counts_are_those_of_the_results_over_all_runs(model, pack):
     assert of(found, "probemon_info", pack="random", probes="40", kernel=manager.impl, deployment="") == 1
 
 
-def test_levels_from_15_on_are_one(model, tmp_path):
+def test_levels_from_15_on_share_one_label(model, tmp_path):
     concepts = [{"id": f"c{i}", "name": f"c{i}", "parents": [f"c{i - 1}"] if i else []} for i in range(20)]
     deep = make_pack(tmp_path / "deep", model, n=20, concepts=concepts, alert_threshold=torch.full((20,), 1e-6))
     metrics = fresh()
@@ -143,7 +143,7 @@ def test_several_packs_are_counted_together(model, pack, two_sites):
     assert of(found, "probemon_arena_slots", what="slots") == pack.n_probes + two_sites.n_probes
 
 
-def test_open_runs_events_failures_and_what_sinks_took(model, pack):
+def test_open_runs_events_failures_and_sink_tokens_are_counted(model, pack):
     metrics, heard = fresh(), []
 
     def broken(batch):
@@ -168,7 +168,7 @@ def test_open_runs_events_failures_and_what_sinks_took(model, pack):
     assert of(found, "probemon_failures_total") == run.n_failures == 1 and of(found, "probemon_runs") == 0
 
 
-def test_tokens_of_a_file_that_is_removed_are_dropped_however_many_were_written(model, pack, tmp_path):
+def test_tokens_of_a_failed_sink_file_are_counted_as_dropped(model, pack, tmp_path):
     """The disk is full once many are in the file, and counted as written; of another sink nothing changes."""
     metrics, sink, full = fresh(), JsonLinesSink(tmp_path / "scores.jsonl"), threading.Event()
     append = sink._append
@@ -199,7 +199,7 @@ def test_tokens_of_a_file_that_is_removed_are_dropped_however_many_were_written(
 
 
 @pytest.mark.filterwarnings("ignore:.* to judges had no answer that counts")
-def test_verdicts_of_judges_are_counted_with_what_became_of_those_that_failed(model, pack):
+def test_verdicts_are_counted_by_ruling_and_failure(model, pack):
     def fails(question):
         raise ValueError("broken")
 
@@ -218,7 +218,7 @@ def test_verdicts_of_judges_are_counted_with_what_became_of_those_that_failed(mo
     assert of(found, "probemon_verdict_seconds_total") == pytest.approx(sum(one.seconds for one in verdicts))
 
 
-def test_a_verdict_is_counted_of_a_question_that_came_before_the_metrics_did(model, pack):
+def test_verdict_is_counted_if_its_question_preceded_the_metrics(model, pack):
     metrics, asked, followed = fresh(), threading.Event(), threading.Event()
 
     def judge(question):
@@ -241,7 +241,7 @@ def test_a_verdict_is_counted_of_a_question_that_came_before_the_metrics_did(mod
     assert run.n_failures == 0
 
 
-def test_gaps_and_why_tokens_were_not_seen_are_told_in_a_closed_set(model, pack):
+def test_gaps_and_reasons_of_unseen_tokens_use_a_closed_set_of_labels(model, pack):
     metrics = fresh()
 
     def spoil(module, args, output):
@@ -272,24 +272,24 @@ def test_gaps_and_why_tokens_were_not_seen_are_told_in_a_closed_set(model, pack)
     }  # fmt: skip
 
 
-def test_what_a_budget_leaves_out_is_shown_by_rung(model, pack):
+def test_tokens_shed_by_a_budget_are_counted_by_degradation_level(model, pack):
     metrics = fresh()
     with DynamicProbeManager(pack).attach(model, followers=[Budget(ms=1e-6)]) as run:  # always too little
         run.follow(metrics)
         out = generate(model, max_new_tokens=60, eos_token_id=None)
         found = read(metrics)
-        assert of(found, "probemon_budget_rung") == NAMES.index(run.watching.rung_name) == OFF
+        assert of(found, "probemon_budget_degradation") == NAMES.index(run.watching.degradation_name) == OFF
         other = DynamicProbeManager(pack).attach(model, followers=[Budget(ms=1e6)])
         other.follow(metrics)  # the gauge is of the run that leaves out most
-        assert of(read(metrics), "probemon_budget_rung") == OFF
-    shed = {dict(labels)["rung"]: n for (name, labels), n in found.items() if name.endswith("shed_tokens_total")}
+        assert of(read(metrics), "probemon_budget_degradation") == OFF
+    shed = {dict(labels)["degradation"]: n for (name, labels), n in found.items() if name.endswith("shed_tokens_total")}
     assert shed == {name: run.follower(Budget).tokens[name] for name in NAMES[1:]} and shed["off"] > 0 < shed["depth"]
     n = sum("budget" in reason for reason in run.result(out).coverage.unseen)
     assert of(found, "probemon_tokens_total", phase="generated", unseen="budget") == n > 0
-    assert of(read(metrics), "probemon_budget_rung") == 0
+    assert of(read(metrics), "probemon_budget_degradation") == 0
 
 
-def test_a_ladder_that_runs_share_is_shown_between_them(model, pack):
+def test_shared_budget_is_shown_between_runs(model, pack):
     ladder, metrics, manager, runs = Budget(ms=1e-6), fresh(), DynamicProbeManager(pack), []
     for _ in range(2):
         with manager.attach(model, followers=[ladder]) as run:
@@ -297,12 +297,12 @@ def test_a_ladder_that_runs_share_is_shown_between_them(model, pack):
             generate(model, max_new_tokens=8, eos_token_id=None)
         runs.append(run)
     found = read(metrics)
-    assert of(found, "probemon_budget_rung") == ladder.rung == DEPTH
+    assert of(found, "probemon_budget_degradation") == ladder.degradation == DEPTH
     shed = ladder.tokens["depth"]
-    assert of(found, "probemon_budget_shed_tokens_total", rung="depth") == shed > 0
+    assert of(found, "probemon_budget_shed_tokens_total", degradation="depth") == shed > 0
 
 
-def test_an_open_breaker_is_shown_while_it_is_open(model, pack):
+def test_breaker_metric_is_one_while_the_breaker_is_open(model, pack):
     metrics, manager = fresh(), DynamicProbeManager(pack)
     begin, calls = manager.begin, []
 
@@ -325,7 +325,7 @@ def test_an_open_breaker_is_shown_while_it_is_open(model, pack):
     assert of(found, "probemon_failures_total") == run.n_failures == 1
 
 
-def test_drift_alarms_are_shown_by_kind(pack, tmp_path):
+def test_drift_alarms_are_counted_by_kind(pack, tmp_path):
     manager, host, metrics = DynamicProbeManager(pack), make_model(), fresh()
 
     def watch(drift):
@@ -354,7 +354,7 @@ def test_drift_alarms_are_shown_by_kind(pack, tmp_path):
     assert calm.counts()["host"] == 0 and shown()["host"] == drift.counts()["host"] == 1
 
 
-def test_exemplars_are_of_the_request_and_its_trace_and_bounded(model, pack):
+def test_exemplars_carry_request_and_trace_ids_of_bounded_length(model, pack):
     trace = pytest.importorskip("opentelemetry.trace")
     span = trace.NonRecordingSpan(trace.SpanContext(0xABC, 0x1, is_remote=False))
     metrics = fresh()
@@ -369,7 +369,7 @@ def test_exemplars_are_of_the_request_and_its_trace_and_bounded(model, pack):
     assert run.n_failures == 0
 
 
-def test_concepts_that_are_too_many_or_none_are_refused_by_name(model, tmp_path):
+def test_too_many_or_unknown_concepts_are_refused_by_name(model, tmp_path):
     many = make_pack(tmp_path / "many", model, n=101)
     metrics = fresh(re.compile(".*"))
     with DynamicProbeManager(many).attach(model) as run:
@@ -387,7 +387,7 @@ def test_concepts_that_are_too_many_or_none_are_refused_by_name(model, tmp_path)
     assert sum(line.startswith('probemon_fired_total{concept="c1"}') for line in lines) == 1
 
 
-def test_series_do_not_grow_with_concepts(model, tmp_path):
+def test_number_of_series_does_not_grow_with_concepts(model, tmp_path):
     n_series = []
     for n in (400, 8000):
         concepts = [{"id": f"c{i}", "name": f"c{i}", "parents": [f"c{i // 2}"] if i else []} for i in range(n)]
@@ -400,7 +400,7 @@ def test_series_do_not_grow_with_concepts(model, tmp_path):
     assert n_series[1] < 200 and n_series[1] - n_series[0] <= 5 * 2
 
 
-def test_metrics_of_routing_are_those_of_the_report_and_counts_go_on():
+def test_routing_metrics_equal_the_report_and_counters_never_fall():
     model, metrics = make_moe(), fresh()
     rules = (AlertRule("flips", "flip_rate", raise_at=0.01, clear_at=0.0, window=8),)
     n_tokens = n_raised = 0
@@ -428,7 +428,7 @@ def test_metrics_of_routing_are_those_of_the_report_and_counts_go_on():
         pass
 
 
-def test_alerts_of_all_monitors_that_are_open_are_shown():
+def test_routing_alerts_of_all_open_monitors_are_counted():
     metrics = fresh()
     rules = (AlertRule("busy", "effective_experts", raise_at=0.5, clear_at=0.1, window=8, in_a_row=1),)
     with ExitStack() as stack:
@@ -458,7 +458,7 @@ def test_routing_of_a_run_is_in_its_metrics(tmp_path):
 
 
 @pytest.mark.skipif(shutil.which("prometheus") is None, reason="prometheus is not installed")
-def test_a_prometheus_server_reads_them(model, pack, tmp_path):
+def test_prometheus_server_reads_the_metrics(model, pack, tmp_path):
     metrics, host = fresh("c1"), make_moe()
     with (
         DynamicProbeManager(pack, audit_rate=1.0).attach(model) as run,
@@ -518,7 +518,7 @@ print(ProcessMetrics().text()[0].decode())
 """
 
 
-def test_three_processes_are_added_up(model, tmp_path):
+def test_metrics_of_three_processes_are_summed(model, tmp_path):
     make_pack(tmp_path / "pack", model)
     (tmp_path / "together").mkdir()
     environment = {
@@ -545,7 +545,7 @@ def test_three_processes_are_added_up(model, tmp_path):
         )
 
 
-def test_the_table_of_the_page_is_the_table_and_an_exposition_has_no_others(tmp_path):
+def test_documented_table_lists_exactly_the_exposed_metrics(tmp_path):
     page = (ROOT / "docs/metrics.md").read_text(encoding="utf-8")
     assert table() in page and routing_table() in page, "scripts/metrics_table.py writes it"
     host, metrics = make_moe(), fresh("c1")

@@ -1,4 +1,4 @@
-"""The dashboard and the alerts are of metrics that are there: each expression is asked of a real Prometheus."""
+"""The dashboard and the alerts use metrics that exist: a real Prometheus evaluates each expression."""
 
 import json
 import re
@@ -19,7 +19,7 @@ RULES = yaml.safe_load((FOLDER / "alerts.yml").read_text(encoding="utf-8"))["gro
 FAMILIES = {**OF_RUNS, **OF_ROUTING}
 NOT_SHOWN = {
     "probemon_routing_unjudged": "how many tokens rules wait for says something in the first minutes alone",
-    "probemon_recurrent": "its metrics are by layer: docs/recurrent-hosts.md says which to look at",
+    "probemon_recurrent": "its metrics are by layer: docs/memory-and-routing.md says which to look at",
 }
 needs_prometheus = pytest.mark.skipif(shutil.which("promtool") is None, reason="prometheus is not installed")
 
@@ -46,7 +46,7 @@ def family_of(name):
     return name if name in FAMILIES else re.sub(r"_(bucket|sum|count)$", "", name)
 
 
-def test_the_dashboard_is_of_no_installation():
+def test_dashboard_names_no_particular_installation():
     said = board()
     variables = {one["name"]: one["type"] for one in said["templating"]["list"]}
     assert variables == {"datasource": "datasource", "job": "query", "instance": "query"}
@@ -64,7 +64,7 @@ def test_the_dashboard_is_of_no_installation():
     assert all(place["gridPos"]["x"] + place["gridPos"]["w"] <= 24 for place in panels_of(said))
 
 
-def test_every_family_is_on_the_dashboard_or_said_not_to_be_and_no_others_are():
+def test_every_metric_family_is_on_the_dashboard_or_listed_as_not_shown():
     shown = {family_of(name) for text in expressions() for name in names_in(text)}
     assert FAMILIES.keys() == shown | NOT_SHOWN.keys()
     assert not NOT_SHOWN.keys() & shown
@@ -72,7 +72,7 @@ def test_every_family_is_on_the_dashboard_or_said_not_to_be_and_no_others_are():
 
 
 @needs_prometheus
-def test_every_alert_fires_where_it_should_and_nowhere_else():
+def test_every_alert_fires_when_it_should_and_only_then():
     for command in ("check", "test"):
         file = "alerts.yml" if command == "check" else "alerts_test.yml"
         done = subprocess.run(["promtool", command, "rules", file], cwd=FOLDER, capture_output=True, text=True)
@@ -82,16 +82,16 @@ def test_every_alert_fires_where_it_should_and_nowhere_else():
     assert set(cases) == {(rule["alert"], fires) for rule in RULES for fires in (True, False)}
 
 
-def test_every_alert_has_its_entry_in_the_runbook():
-    headings = re.findall(r"^## (\w+)$", (ROOT / "docs/runbook.md").read_text(encoding="utf-8"), flags=re.MULTILINE)
+def test_every_alert_has_a_runbook_entry():
+    headings = re.findall(r"^### (\w+)$", (ROOT / "docs/operations.md").read_text(encoding="utf-8"), flags=re.MULTILINE)
     assert sorted(headings) == sorted(rule["alert"] for rule in RULES)
     for rule in RULES:
-        assert rule["annotations"]["runbook"] == f"docs/runbook.md#{rule['alert'].lower()}"
+        assert rule["annotations"]["runbook"] == f"docs/operations.md#{rule['alert'].lower()}"
         assert rule["labels"]["severity"] in ("page", "ticket") and rule["for"] and rule["annotations"]["summary"]
 
 
 @needs_prometheus
-def test_every_expression_has_data_of_a_real_run(tmp_path):
+def test_every_expression_has_data_from_a_real_run(tmp_path):
     texts = expressions()
     assert len(texts) > 40
     with scraped_run(tmp_path) as prometheus:

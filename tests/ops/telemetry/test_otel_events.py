@@ -1,4 +1,4 @@
-"""Events of OpenTelemetry: what a run knows, in the caller's span, and nothing that anybody wrote."""
+"""OpenTelemetry events carry what a run measured, in the caller's span, and no text that anybody wrote."""
 
 import hashlib
 import json
@@ -55,7 +55,7 @@ def ids_of(record):
     return record.trace_id, record.span_id
 
 
-def test_events_are_those_of_the_run_and_belong_to_the_callers_span(model, pack, memory, tracer):
+def test_otel_events_match_the_run_and_belong_to_the_callers_span(model, pack, memory, tracer):
     provider, records = memory
     manager = DynamicProbeManager(pack)
     with manager.attach(model) as run:
@@ -88,7 +88,7 @@ def test_events_are_those_of_the_run_and_belong_to_the_callers_span(model, pack,
     assert (end[NAME], end[LABEL]) == ("probemon.generation", "fired") and end["probemon.fired"] == ("c1", "c3", "c9")
 
 
-def test_nothing_that_somebody_wrote_is_sent(model, pack, memory):
+def test_no_prompt_text_or_token_id_is_sent(model, pack, memory):
     """Neither text nor ids of tokens: of ids that no number of an event is, none is in any value."""
     provider, records = memory
     prompt = torch.tensor([[41, 43, 47, 53, 59]])
@@ -105,7 +105,7 @@ def test_nothing_that_somebody_wrote_is_sent(model, pack, memory):
     assert told[-1].attributes["probemon.fired"] == tuple(sorted(f"c{i}" for i in range(40)))
 
 
-def test_a_generation_in_which_no_rule_is_met_says_so_and_without_rules_nothing_is_claimed(model, pack, memory):
+def test_generation_event_says_not_fired_only_if_rules_exist(model, pack, memory):
     provider, records = memory
     manager = DynamicProbeManager(pack)
     for rules in (1, 0):
@@ -120,7 +120,7 @@ def test_a_generation_in_which_no_rule_is_met_says_so_and_without_rules_nothing_
 
 
 @pytest.mark.filterwarnings("ignore:.* generated tokens have no scores")
-def test_what_was_not_seen_is_no_silence(model, pack, memory):
+def test_unseen_tokens_are_not_reported_as_not_fired(model, pack, memory):
     provider, records = memory
     with DynamicProbeManager(pack).attach(model, on_gap="report") as run:
         run.on("c1", above=0.9999999, on_blind="record")
@@ -137,7 +137,7 @@ def test_what_was_not_seen_is_no_silence(model, pack, memory):
 
 @pytest.mark.filterwarnings("ignore:.* generated tokens have no scores")
 @pytest.mark.parametrize("on_blind", ["record", "pass"])
-def test_what_was_not_seen_is_no_silence_once_it_is_forgotten(model, pack, memory, on_blind):
+def test_forgotten_unseen_tokens_are_still_reported_as_unseen(model, pack, memory, on_blind):
     provider, records = memory
     with DynamicProbeManager(pack).attach(model, on_gap="report", keep_tokens=2) as run:
         run.on("c1", above=0.9999999, on_blind=on_blind)
@@ -151,7 +151,7 @@ def test_what_was_not_seen_is_no_silence_once_it_is_forgotten(model, pack, memor
     assert end["gen_ai.evaluation.explanation"].startswith("0 concepts of 1 rules; 2 of 10 tokens unseen;")
 
 
-def test_what_came_in_a_cache_was_not_seen(model, pack, memory):
+def test_tokens_of_a_prefilled_cache_are_reported_as_unseen(model, pack, memory):
     provider, records = memory
     cache, prompt = DynamicCache(config=model.config), PROMPTS[1:]
     with torch.no_grad():
@@ -168,7 +168,7 @@ def test_what_came_in_a_cache_was_not_seen(model, pack, memory):
     assert second["probemon.tokens.unseen"] == unseen[1] == 3
 
 
-def test_a_generation_none_of_whose_tokens_a_rule_was_asked_of_is_not_one_in_which_none_fired(model, pack, memory):
+def test_generation_without_evaluated_tokens_is_unseen_not_silent(model, pack, memory):
     provider, records = memory
     with DynamicProbeManager(pack).attach(model, keep_tokens=1) as run:
         run.on("c1", above=0.9999999)
@@ -181,7 +181,7 @@ def test_a_generation_none_of_whose_tokens_a_rule_was_asked_of_is_not_one_in_whi
 
 
 @pytest.mark.filterwarnings("ignore:.* generated tokens have no scores")
-def test_a_state_that_is_no_number_has_an_error_of_its_own(model, pack, memory):
+def test_nonfinite_hidden_state_has_its_own_error_type(model, pack, memory):
     provider, records = memory
     handle = model.model.layers[1].register_forward_hook(
         lambda module, args, output: torch.full_like(output, float("nan")) if output.shape[1] == 1 else output
@@ -195,7 +195,7 @@ def test_a_state_that_is_no_number_has_an_error_of_its_own(model, pack, memory):
     assert (end.attributes["error.type"], end.attributes["probemon.tokens.unseen"]) == ("not_finite", 5)
 
 
-def test_an_error_that_ends_a_generation_is_named(model, pack, memory, tracer):
+def test_error_that_ends_a_generation_is_named(model, pack, memory, tracer):
     provider, records = memory
     with DynamicProbeManager(pack).attach(model) as run, pytest.raises(ConceptRaised):
         run.on("c1", above=0.0, action="raise")
@@ -209,7 +209,7 @@ def test_an_error_that_ends_a_generation_is_named(model, pack, memory, tracer):
 
 
 @pytest.mark.skipif(OLDEST, reason="continuous batching of transformers 5.0 is refused")
-def test_requests_of_continuous_batching_are_found_by_their_id(model, pack, memory, tracer):
+def test_batched_requests_are_found_by_their_response_id(model, pack, memory, tracer):
     provider, records = memory
     from transformers import ContinuousBatchingConfig
 
@@ -240,7 +240,7 @@ def test_requests_of_continuous_batching_are_found_by_their_id(model, pack, memo
     ],
     ids=["judged", "error", "late"],
 )
-def test_a_verdict_is_an_event_of_its_own_without_the_judges_words(model, pack, memory, tracer, judge, within, failure):
+def test_verdict_is_a_separate_event_without_the_judges_words(model, pack, memory, tracer, judge, within, failure):
     provider, records = memory
     with DynamicProbeManager(pack).attach(model) as run:
         run.on("c1", above=0.0, action=Escalate(judge, within, "pass" if failure == "late" else "hold", "stop"))
@@ -258,7 +258,7 @@ def test_a_verdict_is_an_event_of_its_own_without_the_judges_words(model, pack, 
     assert of_verdict == expected | ({"probemon.verdict.failure": failure} if failure else {})
 
 
-def test_without_a_span_means_without_the_current_one(memory, tracer):
+def test_emit_without_span_ignores_the_current_span(memory, tracer):
     provider, records = memory
     with OpenTelemetryEvents(provider=provider) as events, tracer.start_as_current_span("another") as span:
         events.emit({}, in_span=True)
@@ -267,7 +267,7 @@ def test_without_a_span_means_without_the_current_one(memory, tracer):
     assert [one.span_id for one in records()] == [span.get_span_context().span_id, 0]
 
 
-def test_a_stream_belongs_to_the_span_of_who_asked_for_it(model, pack, memory, tracer):
+def test_stream_events_belong_to_the_span_of_the_caller(model, pack, memory, tracer):
     provider, records = memory
 
     def prepare(run):
@@ -308,7 +308,7 @@ def threads_of_the_sdk():
     return [thread for thread in threading.enumerate() if "Otel" in thread.name or "OpenTelemetry" in thread.name]
 
 
-def test_a_collector_receives_every_event_by_the_end_of_the_run(model, pack, tracer):
+def test_collector_receives_every_event_by_the_end_of_the_run(model, pack, tracer):
     with collector() as (address, received):
         with DynamicProbeManager(pack).attach(model) as run:
             run.on(["c1", "c9"], above=0.0, action="record")
@@ -323,7 +323,7 @@ def test_a_collector_receives_every_event_by_the_end_of_the_run(model, pack, tra
         assert value_of(record, NAME) == f"probemon.{event.concept}" and value_of(record, VALUE) == event.value
 
 
-def test_one_serves_runs_at_the_same_time_and_closes_with_the_last(model, pack):
+def test_one_exporter_serves_concurrent_runs_and_closes_with_the_last(model, pack):
     manager = DynamicProbeManager(pack)
     with collector() as (address, received):
         events = OpenTelemetryEvents(endpoint=address)
@@ -342,7 +342,7 @@ def test_one_serves_runs_at_the_same_time_and_closes_with_the_last(model, pack):
 
 
 @pytest.mark.parametrize("away", [nobody, silent])
-def test_a_collector_that_is_away_changes_nothing_and_delays_the_end_by_two_seconds_at_most(model, pack, away, caplog):
+def test_unreachable_collector_changes_no_token_and_delays_the_end_by_at_most_2_s(model, pack, away, caplog):
     expected = model.generate(PROMPTS, attention_mask=MASK, **GREEDY)
     with away() as address:
         events = OpenTelemetryEvents(endpoint=address)
@@ -358,7 +358,7 @@ def test_a_collector_that_is_away_changes_nothing_and_delays_the_end_by_two_seco
     assert "has not taken 3081 of 3081 records" in caplog.text
 
 
-def test_a_process_ends_although_a_collector_never_answers():
+def test_process_ends_even_if_the_collector_never_answers():
     """And although nobody closes what sends to it."""
     with silent() as address:
         script = f"""
@@ -374,7 +374,7 @@ print(time.time())
         assert time.time() - float(done.stdout) < 2, done.stderr
 
 
-def test_a_deployment_file_sends_events_of_every_run(model, tmp_path):
+def test_deployment_file_sends_events_of_every_run(model, tmp_path):
     make_pack(tmp_path / "pack", model)
     sha256 = hashlib.sha256((tmp_path / "pack/manifest.json").read_bytes()).hexdigest()
     rule = {"concepts": ["c1"], "above": 0.0, "action": "record", "on_blind": "pass"}
@@ -389,17 +389,17 @@ def test_a_deployment_file_sends_events_of_every_run(model, tmp_path):
     assert {value_of(record, "probemon.deployment") for _, record in received} == {manager.deployment.sha256}
 
 
-def test_addresses_are_those_of_otlp_over_http():
+def test_endpoint_that_is_not_otlp_over_http_is_refused():
     assert check_endpoint("http://localhost:4318") == "http://localhost:4318/v1/logs"
     assert check_endpoint("https://here/prefix/v1/logs?a=b") == "https://here/prefix/v1/logs?a=b"
     for wrong in ("localhost:4317", "grpc://localhost:4317", "http://", 4318):
         with pytest.raises(ConfigError, match="as http://localhost:4318"):
             OpenTelemetryEvents(endpoint=wrong)
-    with pytest.raises(ConfigError, match="give the one or the other"):
+    with pytest.raises(ConfigError, match="give one of them"):
         OpenTelemetryEvents(endpoint="http://localhost:4318", provider=LoggerProvider(shutdown_on_exit=False))
 
 
-def test_without_a_provider_it_is_said_that_events_go_nowhere(model, pack, caplog):
+def test_missing_log_provider_is_warned_about(model, pack, caplog):
     with caplog.at_level(logging.WARNING), DynamicProbeManager(pack).attach(model) as run:
         run.follow(OpenTelemetryEvents())
         model.generate(PROMPTS[1:], **GREEDY)
@@ -410,7 +410,7 @@ def test_without_a_provider_it_is_said_that_events_go_nowhere(model, pack, caplo
     ("module", "settings"),
     [("opentelemetry.trace", {}), ("opentelemetry.sdk._logs.export", {"endpoint": "http://localhost:4318"})],
 )
-def test_what_is_not_installed_is_named(monkeypatch, module, settings):
+def test_missing_otel_packages_are_named(monkeypatch, module, settings):
     monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(MissingExtra, match=r"pip install 'probemon\[otel\]'"):
         OpenTelemetryEvents(**settings)

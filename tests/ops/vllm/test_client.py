@@ -1,4 +1,4 @@
-"""A client receives what a worker sends over a real socket: results of an engine that chunks, preempts and drafts."""
+"""A client receives what a worker sends over a real socket, from an engine that chunks, preempts and drafts."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def output_of(engine, request, n_outputs=1):
 
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("drafts", [0, 4])
-def test_every_token_has_the_scores_of_its_state_or_the_reason_why_not(client, seed, drafts):
+def test_every_token_has_its_scores_or_the_reason_why_not(client, seed, drafts):
     engine = SimulatedEngine(random.Random(seed), drafts=drafts)
     channel = serve(client, engine)
     assert channel.n_dropped == 0
@@ -127,7 +127,7 @@ def test_every_token_has_the_scores_of_its_state_or_the_reason_why_not(client, s
     )
 
 
-def test_another_token_than_was_run_is_an_error(client):
+def test_output_with_another_token_than_was_run_is_an_error(client):
     engine = SimulatedEngine(random.Random(1))
     serve(client, engine)
     request = next(one for one in engine.requests if len(one.run) > 3)
@@ -137,7 +137,7 @@ def test_another_token_than_was_run_is_an_error(client):
         client.result(output, timeout_seconds=0)
 
 
-def test_a_request_that_never_came_is_an_error_and_one_that_was_forgotten_too(client):
+def test_request_that_never_arrived_or_was_forgotten_is_an_error(client):
     answer = SimpleNamespace(index=0, token_ids=[3])
     output = SimpleNamespace(request_id="none", prompt_token_ids=[1, 2], outputs=[answer])
     with pytest.raises(AlignmentError, match="none of its tokens came"):
@@ -176,7 +176,7 @@ def step_of(client, sequence, columns, ids, request="a-00000000", n_prompt=2, n_
     return StepTokens(sequence, sequence, 0.0, 0.0, (head,), none, columns, ids, phases, none, {0: ""}, scores)
 
 
-def test_what_a_dropped_message_had_is_unseen_for_that_reason_and_health_says_so(client):
+def test_tokens_of_a_dropped_message_are_unseen_and_health_fails(client):
     channel = Channel(client.receiver.address, 1000)
     channel.send(lambda sequence: hello_of(client, sequence))
     channel.send(lambda sequence: step_of(client, sequence, [0, 1], [5, 6]))
@@ -192,7 +192,7 @@ def test_what_a_dropped_message_had_is_unseen_for_that_reason_and_health_says_so
     channel.close()
 
 
-def test_a_worker_that_watches_something_else_makes_the_client_unhealthy(client):
+def test_worker_with_other_settings_makes_the_client_unhealthy(client):
     channel = Channel(client.receiver.address, 1000)
     other = hello_of(client)
     other = Hello(**{**vars(other), "sha256": "0" * 64})
@@ -201,13 +201,13 @@ def test_a_worker_that_watches_something_else_makes_the_client_unhealthy(client)
     channel.send(lambda sequence: hello_of(client, sequence))
     assert client.wait(lambda: client.n_hellos == 2, 5)
     assert client.log_of("a") is None and client.n_steps == 0
-    with pytest.raises(ConfigError, match="both anew"):
+    with pytest.raises(ConfigError, match="create both again"):
         client.result(answer_of("a", [5, 6], [7]))
     assert wait_for(lambda: "another engine" in str(client.health())) and not client.health().ok
     channel.close()
 
 
-def test_bytes_that_are_no_message_end_nothing(client):
+def test_bytes_that_are_not_a_message_are_recorded_and_ignored(client):
     import zmq
 
     context = zmq.Context()
@@ -226,7 +226,7 @@ def test_bytes_that_are_no_message_end_nothing(client):
     context.term()
 
 
-def test_the_last_of_a_column_counts_and_drafts_behind_the_end_are_dropped(client):
+def test_last_token_at_a_position_counts_and_later_drafts_are_dropped(client):
     log = RequestLog(RequestHead("a-00000000", 0, 2, 0), client.manager.pack.n_probes)
     for columns, ids in (([0, 1], [5, 6]), ([2, 3], [7, 1]), ([3], [8]), ([4, 5], [4, 9])):
         log.add(step_of(client, 0, columns, ids), np.arange(len(columns)))
@@ -236,7 +236,7 @@ def test_the_last_of_a_column_counts_and_drafts_behind_the_end_are_dropped(clien
     assert tokens.scores.top(3) == client.manager.score_tokens(again).top(0)
 
 
-def test_many_small_pieces_are_what_one_large_one_is(client):
+def test_many_small_messages_equal_one_large_one(client):
     n = 600
     one, many = (RequestLog(RequestHead("a-00000000", 0, 2, 0), client.manager.pack.n_probes) for _ in range(2))
     message = step_of(client, 0, range(n), range(n))
@@ -248,7 +248,7 @@ def test_many_small_pieces_are_what_one_large_one_is(client):
     assert np.array_equal(many.tokens(ids, 2, lost=False).scores.values, one.tokens(ids, 2, lost=False).scores.values)
 
 
-def test_of_requests_that_have_ended_the_newest_are_kept_and_all_that_are_under_way(folder):
+def test_newest_ended_requests_and_all_running_ones_are_kept(folder):
     with VllmClient(packs=[folder], keep_requests=2) as client:
         channel = Channel(client.receiver.address, 1000)
         for i in range(5):
@@ -262,7 +262,7 @@ def test_of_requests_that_have_ended_the_newest_are_kept_and_all_that_are_under_
         channel.close()
 
 
-def test_ends_that_were_dropped_let_no_more_requests_be_kept_than_twice_as_many(folder):
+def test_lost_end_messages_keep_at_most_twice_as_many_requests(folder):
     with VllmClient(packs=[folder], keep_requests=2) as client:
         channel = Channel(client.receiver.address, 1000)
         for i in range(30):
@@ -273,7 +273,7 @@ def test_ends_that_were_dropped_let_no_more_requests_be_kept_than_twice_as_many(
         channel.close()
 
 
-def test_an_answer_of_which_the_engine_ran_more_is_an_error_unless_it_was_cut_short(client):
+def test_engine_running_more_tokens_is_an_error_unless_the_answer_was_cut(client):
     channel = Channel(client.receiver.address, 1000)
     channel.send(lambda sequence: hello_of(client, sequence))
     channel.send(lambda sequence: step_of(client, sequence, [0, 1, 2, 3, 4], [5, 6, 7, 7, 7]))
@@ -291,7 +291,7 @@ def test_an_answer_of_which_the_engine_ran_more_is_an_error_unless_it_was_cut_sh
     channel.close()
 
 
-def test_drafts_that_were_accepted_behind_the_end_are_no_missing_tokens(client):
+def test_drafts_accepted_after_the_end_are_not_missing_tokens(client):
     channel = Channel(client.receiver.address, 1000)
     channel.send(lambda sequence: dataclasses.replace(hello_of(client, sequence), n_drafts=2))
     channel.send(lambda sequence: step_of(client, sequence, [0, 1, 2, 3, 4], [5, 6, 7, 7, 7]))
@@ -302,7 +302,7 @@ def test_drafts_that_were_accepted_behind_the_end_are_no_missing_tokens(client):
     channel.close()
 
 
-def test_a_result_is_of_the_request_whose_tokens_it_has_though_others_had_its_name(client):
+def test_result_is_matched_by_tokens_among_requests_of_one_name(client):
     channel = Channel(client.receiver.address, 1000)
     channel.send(lambda sequence: hello_of(client, sequence))
     for own, ids in (("a-00000000", [5, 6, 7]), ("a-00000001", [5, 6, 8])):
@@ -328,7 +328,7 @@ def test_a_result_is_of_the_request_whose_tokens_it_has_though_others_had_its_na
     channel.close()
 
 
-def test_what_another_request_of_the_same_tokens_took_from_the_cache_is_not_told_of_this_one(client):
+def test_cached_tokens_of_an_identical_request_are_not_taken_for_this_one(client):
     channel = Channel(client.receiver.address, 1000)
     channel.send(lambda sequence: hello_of(client, sequence))
     channel.send(lambda sequence: step_of(client, sequence, [1, 2], [6, 7], n_cached=1))
@@ -343,7 +343,7 @@ def test_what_another_request_of_the_same_tokens_took_from_the_cache_is_not_told
     channel.close()
 
 
-def test_requests_without_names_of_their_own_are_refused(client, monkeypatch):
+def test_requests_without_unique_names_are_refused(client, monkeypatch):
     monkeypatch.setenv(FIXED_NAMES, "1")
     with pytest.raises(ConfigError, match="could not be told apart"):
         client.engine_arguments()
@@ -352,7 +352,7 @@ def test_requests_without_names_of_their_own_are_refused(client, monkeypatch):
 
 
 @pytest.mark.parametrize("dropped", [False, True])
-def test_an_answer_has_its_own_scores_though_a_newer_one_of_its_name_begins_alike(client, dropped):
+def test_answer_keeps_its_scores_when_a_newer_request_begins_alike(client, dropped):
     channel = Channel(client.receiver.address, 1000)
     channel.send(lambda sequence: hello_of(client, sequence))
     channel.send(lambda sequence: step_of(client, sequence, [0, 1, 2, 3], [5, 6, 7, 8]))
@@ -367,7 +367,7 @@ def test_an_answer_has_its_own_scores_though_a_newer_one_of_its_name_begins_alik
     channel.close()
 
 
-def test_a_request_whose_first_message_was_dropped_has_lost_it(client):
+def test_request_whose_first_message_was_dropped_reports_it_as_lost(client):
     channel = Channel(client.receiver.address, 1000)
     channel.send(lambda sequence: hello_of(client, sequence))
     channel.n_dropped += 1  # the step of columns 0 and 1
@@ -386,7 +386,7 @@ def test_a_request_whose_first_message_was_dropped_has_lost_it(client):
     channel.close()
 
 
-def test_what_was_dropped_last_is_unseen_though_no_later_message_tells_of_the_drop(client):
+def test_loss_at_the_end_is_reported_without_a_later_message(client):
     channel = Channel(client.receiver.address, 1000)
     channel.send(lambda sequence: hello_of(client, sequence))
     channel.send(lambda sequence: step_of(client, sequence, [0, 1], [5, 6]))
@@ -401,7 +401,7 @@ def test_what_was_dropped_last_is_unseen_though_no_later_message_tells_of_the_dr
     channel.close()
 
 
-def test_a_worker_that_can_read_no_step_makes_the_client_unhealthy(client):
+def test_worker_that_reads_no_step_makes_the_client_unhealthy(client):
     channel = Channel(client.receiver.address, 1000)
     channel.send(lambda sequence: hello_of(client, sequence))
     watch = EngineWatch(open_manager(client.settings), client.settings, HOST, channel, torch.nn.Identity())
@@ -409,11 +409,11 @@ def test_a_worker_that_can_read_no_step_makes_the_client_unhealthy(client):
         watch.begin_step(step.scheduled)
         watch.lose(list(step.scheduled.num_scheduled_tokens), AlignmentError("no states"))
     watch.close()
-    assert wait_for(lambda: "no token could be told" in str(client.health())) and not client.health().ok
+    assert wait_for(lambda: "ended without any readable token" in str(client.health())) and not client.health().ok
     channel.close()
 
 
-def test_what_was_under_way_when_another_engine_begins_has_ended(client):
+def test_new_engine_ends_the_running_requests(client):
     channel = Channel(client.receiver.address, 1000)
     for i in range(2):
         channel.send(lambda sequence: hello_of(client, sequence))
@@ -423,7 +423,7 @@ def test_what_was_under_way_when_another_engine_begins_has_ended(client):
     channel.close()
 
 
-def test_an_abort_is_of_vllms_own_id_and_what_it_raises_is_kept(folder):
+def test_abort_uses_vllms_own_id_and_keeps_its_errors(folder):
     class Engine:
         def __init__(self):
             self.aborted = []
@@ -455,7 +455,7 @@ def test_an_abort_is_of_vllms_own_id_and_what_it_raises_is_kept(folder):
     asyncio.run(asyncio.wait_for(main(), 20))
 
 
-def test_a_stop_after_the_loop_of_the_engine_has_ended_is_kept_as_a_failure(folder):
+def test_stop_after_the_engines_loop_ended_is_kept_as_a_failure(folder):
     class Engine:
         async def abort(self, request, internal):
             raise AssertionError(request)
@@ -475,7 +475,7 @@ def test_a_stop_after_the_loop_of_the_engine_has_ended_is_kept_as_a_failure(fold
         channel.close()
 
 
-def test_names_of_vllm_are_told_apart():
+def test_request_names_of_vllm_are_told_apart():
     assert name_of("chatcmpl-1-0a1b2c3d") == "chatcmpl-1" and name_of("a-b") == "a-b"
     assert names_of_output("x", 1, 2) == ("1_x",) and names_of_output("x", 0, 1) == ("x", "0_x")
     assert list(names_of_choices("x", "chat.completion", 1)) == [["x"]]
@@ -488,7 +488,7 @@ def test_names_of_vllm_are_told_apart():
     ]
 
 
-def test_arguments_of_the_engine_name_what_is_watched_and_refuse_another_worker(client, folder):
+def test_engine_arguments_carry_the_settings_and_refuse_another_worker(client, folder):
     arguments = client.engine_arguments(max_model_len=64, additional_config={"mine": 1})
     assert arguments["max_model_len"] == 64 and arguments["additional_config"]["mine"] == 1
     assert WorkerSettings.of_config(arguments["additional_config"]) == client.settings
@@ -512,13 +512,13 @@ def deployment_of(folder, tmp_path, action):
 
 
 @pytest.mark.parametrize(("action", "stops"), [("stop", True), ("record", False)])
-def test_an_engine_gets_the_processor_that_stops_where_a_rule_does(folder, tmp_path, action, stops):
+def test_engine_gets_the_stop_processor_only_if_a_rule_stops(folder, tmp_path, action, stops):
     with VllmClient(deployment_of(folder, tmp_path, action)) as client:
         assert client.settings.stop == stops
         assert client.engine_arguments().get("logits_processors") == ([STOP_ROWS] if stops else None)
 
 
-def test_a_held_answer_ends_before_the_token_that_met_the_rule_and_others_before_their_last(folder, tmp_path):
+def test_held_answer_ends_before_the_token_that_met_the_rule(folder, tmp_path):
     class Letters:
         def decode(self, ids, **more):
             return "".join(chr(97 + i % 26) for i in ids)
@@ -579,7 +579,7 @@ def held(client, request, prompt, ids):
     return asyncio.run(ask())
 
 
-def test_a_held_answer_names_the_event_that_stopped_it_and_none_after_it(folder):
+def test_held_answer_names_the_event_that_stopped_it_and_no_later_one(folder):
     with VllmClient(packs=[folder], tokenizer=SimpleNamespace(decode=lambda ids, **more: "x" * len(ids))) as client:
         channel = Channel(client.receiver.address, 1000)
         channel.send(lambda sequence: hello_of(client, sequence))
@@ -595,7 +595,7 @@ def test_a_held_answer_names_the_event_that_stopped_it_and_none_after_it(folder)
         channel.close()
 
 
-def test_a_held_answer_is_not_shown_by_the_scores_of_another_of_its_name(folder):
+def test_held_answer_needs_the_scores_of_its_own_tokens(folder):
     with VllmClient(packs=[folder], tokenizer=SimpleNamespace(decode=lambda ids, **more: "x" * len(ids))) as client:
         channel = Channel(client.receiver.address, 1000)
         channel.send(lambda sequence: hello_of(client, sequence))
@@ -608,7 +608,7 @@ def test_a_held_answer_is_not_shown_by_the_scores_of_another_of_its_name(folder)
         channel.close()
 
 
-def test_a_held_answer_shows_nothing_after_a_dropped_message_which_may_have_been_a_stop(folder):
+def test_held_answer_shows_nothing_after_a_dropped_message(folder):
     with VllmClient(packs=[folder], tokenizer=SimpleNamespace(decode=lambda ids, **more: "x" * len(ids))) as client:
         channel = Channel(client.receiver.address, 1000)
         channel.send(lambda sequence: hello_of(client, sequence))

@@ -1,4 +1,4 @@
-"""Requests of an engine, scored by a run: the same as documents of their states, told to a client whole."""
+"""Requests of an engine get the scores of a document with the same hidden states, and the client gets all of them."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ import torch
 import grouped_packs
 from conftest import HIDDEN
 from probemon import DynamicProbeManager, ProbePack
-from probemon.core.scores import GENERATED, HostState
+from probemon.core.scores import GENERATED, ModelState
 from probemon.ops.vllm.engine_watch import EngineWatch
 from probemon.ops.vllm.messages import Ended, RuleMet, StepTokens, WorkerSettings, pack, unpack
 from probemon.ops.vllm.rows import CACHED, StepRows
 from simulated_engine import SimulatedEngine
 
-HOST = HostState("Simulated", "float32", (), (), (), (), "", ("cpu",), 1)
+HOST = ModelState("Simulated", "float32", (), (), (), (), "", ("cpu",), 1)
 SITES = ("resid_post.1", "resid_post.2")
 
 
@@ -92,7 +92,7 @@ def told_of(messages, name):
 
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("drafts", [0, 4])
-def test_scores_are_those_of_a_document_of_the_same_states(probes, seed, drafts):
+def test_engine_scores_equal_those_of_a_document(probes, seed, drafts):
     manager = DynamicProbeManager(probes, keep_top_k=3, max_loaded_probes=9)
     engine = SimulatedEngine(random.Random(seed), drafts=drafts)
     messages, _, watch = served(manager, engine)
@@ -125,7 +125,7 @@ def test_scores_are_those_of_a_document_of_the_same_states(probes, seed, drafts)
     assert watch.run.n_failures == 0
 
 
-def test_a_rule_that_stops_ends_its_row_with_the_token_that_met_it(probes):
+def test_stop_rule_ends_its_sequence_at_the_token_that_met_it(probes):
     manager = DynamicProbeManager(probes)
     engine = SimulatedEngine(random.Random(5))
     rule = {"concept": "c0", "above": 0.4, "action": "stop"}
@@ -148,7 +148,7 @@ def test_a_rule_that_stops_ends_its_row_with_the_token_that_met_it(probes):
     assert met == {(name, column) for name, column in above if (name, column - 1) not in above}
 
 
-def test_a_request_with_an_adapter_is_told_as_unseen(probes):
+def test_request_with_an_adapter_is_reported_as_unseen(probes):
     sent = Sent()
     watch = EngineWatch(
         DynamicProbeManager(probes), WorkerSettings(packs=("p",), sites=SITES), HOST, sent, torch.nn.Identity()
@@ -164,7 +164,7 @@ def test_a_request_with_an_adapter_is_told_as_unseen(probes):
     watch.close()
 
 
-def test_rows_of_another_token_lose_one_request_and_no_other(probes):
+def test_mismatching_tokens_make_only_their_request_unseen(probes):
     sent = Sent()
     watch = EngineWatch(
         DynamicProbeManager(probes), WorkerSettings(packs=("p",), sites=SITES), HOST, sent, torch.nn.Identity()
@@ -183,7 +183,7 @@ def test_rows_of_another_token_lose_one_request_and_no_other(probes):
 
 
 @pytest.mark.parametrize("rate", [0.3, 1.0])
-def test_audited_tokens_of_several_requests_are_those_that_were_drawn(probes, rate):
+def test_audited_tokens_of_requests_are_the_sampled_ones(probes, rate):
     manager = DynamicProbeManager(probes, keep_top_k=0, audit_rate=rate, load_threshold=0.9)
     engine = SimulatedEngine(random.Random(2))
     messages, _, _ = served(manager, engine)
@@ -205,7 +205,7 @@ def test_audited_tokens_of_several_requests_are_those_that_were_drawn(probes, ra
     assert n_audited == n_tokens if rate == 1.0 else 0.1 * n_tokens < n_audited < 0.6 * n_tokens
 
 
-def test_an_error_of_scoring_makes_every_token_of_its_step_unseen_and_ends_nothing(probes, monkeypatch):
+def test_scoring_error_makes_its_step_unseen_and_ends_nothing(probes, monkeypatch):
     manager = DynamicProbeManager(probes)
     sent = Sent()
     watch = EngineWatch(manager, WorkerSettings(packs=("p",), sites=SITES), HOST, sent, torch.nn.Identity())
@@ -225,7 +225,7 @@ def test_an_error_of_scoring_makes_every_token_of_its_step_unseen_and_ends_nothi
     watch.close()
 
 
-def test_a_worker_keeps_no_more_scores_than_it_may_and_tells_them_all(probes, monkeypatch):
+def test_worker_keeps_a_bounded_number_of_scores_and_sends_all(probes, monkeypatch):
     monkeypatch.setattr("probemon.ops.vllm.requests._KEEP_TOKENS", 5)
     sent = Sent()
     watch = EngineWatch(

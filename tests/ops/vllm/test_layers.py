@@ -1,4 +1,4 @@
-"""States of layers inside an engine: which tensor is which layer, and that wrong ones are told from right ones."""
+"""Hidden states of layers inside an engine: which tensor belongs to which layer, and wrong ones are detected."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from conftest import make_model
-from probemon.errors import AlignmentError, Blind, NotSupportedHost
+from probemon.errors import AlignmentError, Blind, UnsupportedModel
 from probemon.ops.vllm.engine_canary import canary_ids, judge, judge_alone, reference_states
 from probemon.ops.vllm.layer_states import AUXILIARY, HOOKS, LayerStates
 
@@ -53,7 +53,7 @@ def runner_of(model, n=3):
 
 
 @pytest.mark.parametrize("auxiliary", [True, False])
-def test_each_site_has_the_stream_after_its_layer(auxiliary):
+def test_each_site_has_the_residual_stream_after_its_layer(auxiliary):
     model = Engine()
     runner = runner_of(model)
     states = LayerStates.put_on(runner, SITES, eager=not auxiliary, auxiliary=lambda _: auxiliary)
@@ -68,24 +68,24 @@ def test_each_site_has_the_stream_after_its_layer(auxiliary):
     assert runner.use_aux_hidden_state_outputs == auxiliary
 
 
-def test_hooks_are_refused_where_the_model_is_compiled():
-    with pytest.raises(NotSupportedHost, match="Engine has no auxiliary hidden states"):
+def test_hooks_are_refused_if_the_model_is_compiled():
+    with pytest.raises(UnsupportedModel, match="Engine has no auxiliary hidden states"):
         LayerStates.put_on(runner_of(Engine()), SITES, eager=False, auxiliary=lambda _: False)
 
 
-def test_a_layer_that_is_not_there_is_refused():
-    with pytest.raises(NotSupportedHost, match=r"read resid_post.3, Engine has layers 0\.\.2"):
+def test_missing_layer_is_refused():
+    with pytest.raises(UnsupportedModel, match=r"read resid_post.3, Engine has layers 0\.\.2"):
         LayerStates.put_on(runner_of(Engine()), ("resid_post.3",), eager=True, auxiliary=lambda _: True)
 
 
 @pytest.mark.parametrize("taken", [None, [], [torch.zeros(1, 1)]])
-def test_a_step_with_fewer_states_than_layers_is_told(taken):
+def test_step_with_fewer_states_than_layers_is_an_error(taken):
     states = LayerStates.put_on(runner_of(Engine()), SITES, eager=True, auxiliary=lambda _: True)
     with pytest.raises(AlignmentError, match="2 layers were asked for"):
         states.of_step(SimpleNamespace(aux_hidden_states=taken))
 
 
-def test_a_step_that_ran_no_hook_is_told():
+def test_step_that_ran_no_hook_is_an_error():
     states = LayerStates.put_on(runner_of(Engine()), SITES, eager=True, auxiliary=lambda _: False)
     with pytest.raises(AlignmentError, match="without reaching"):
         states.of_step(None)
@@ -101,7 +101,7 @@ def reference():
     return reference_states(model, ids), model, ids
 
 
-def test_the_reference_is_what_transformers_says_of_each_layer(reference):
+def test_reference_equals_transformers_hidden_states_of_each_layer(reference):
     states, model, ids = reference
     with torch.no_grad():
         hidden = model(torch.tensor([ids]), output_hidden_states=True).hidden_states
@@ -117,20 +117,20 @@ def test_states_of_the_right_layer_pass(reference):
     assert figures["resid_post.1"]["relative_l2"] == pytest.approx(1e-5, rel=0.01)
 
 
-def test_states_of_another_layer_are_told(reference):
+def test_states_of_another_layer_are_detected(reference):
     states, *_ = reference
     with pytest.raises(Blind, match=r"for resid_post.1 are those of layer 0"):
         judge({"resid_post.1": states[0]}, states, None)
 
 
-def test_states_of_other_weights_are_told(reference):
+def test_states_of_other_weights_are_detected(reference):
     states, *_ = reference
     with pytest.raises(Blind, match="apart from those of transformers"):
         judge({"resid_post.1": states[1] * 1.01}, states, 1e-3)
 
 
 @pytest.mark.parametrize("spoil", ["nan", "same", "twice"])
-def test_states_that_are_none_are_told_without_a_reference(reference, spoil):
+def test_nan_constant_or_repeated_states_are_detected_without_a_reference(reference, spoil):
     states, *_ = reference
     taken = {"resid_post.0": states[0].clone(), "resid_post.1": states[1].clone()}
     if spoil == "nan":

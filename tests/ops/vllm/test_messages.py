@@ -1,4 +1,4 @@
-"""Messages of a worker arrive as they were sent, and what is none is refused."""
+"""Messages of a worker arrive as they were sent, and anything else is refused."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def equal(one, other):
 
 
 @pytest.mark.parametrize("message", [HELLO, ENDED, MET, tokens()], ids=lambda m: m.kind)
-def test_a_message_arrives_as_it_was_sent(message):
+def test_message_arrives_as_it_was_sent(message):
     assert equal(unpack(pack(message)), message)
 
 
@@ -81,17 +81,17 @@ def test_a_message_arrives_as_it_was_sent(message):
         pack(tokens()).replace(b"<f4", b"|O8"),
     ],
 )
-def test_what_is_no_message_is_refused(data):
+def test_data_that_is_not_a_message_is_refused(data):
     with pytest.raises(ConfigError):
         unpack(data)
 
 
-def test_a_worker_of_another_version_is_refused():
+def test_worker_with_another_message_version_is_refused():
     with pytest.raises(ConfigError, match=f"version {VERSION + 1} of the messages, this client {VERSION}"):
         unpack(pack(dataclasses.replace(HELLO, version=VERSION + 1)))
 
 
-def test_settings_come_back_from_the_config_of_an_engine():
+def test_worker_settings_survive_the_engine_config():
     settings = WorkerSettings(packs=("a", "b"), cascade={"keep_top_k": 3}, sites=("resid_post.1",), stop=True)
     assert WorkerSettings.of_config({CONFIG_KEY: settings.as_config(), "other": 1}) == settings
 
@@ -108,7 +108,7 @@ def test_settings_come_back_from_the_config_of_an_engine():
         ({CONFIG_KEY: {"packs": ["a"], "high_water_mark": 0}}, "1 or more"),
     ],
 )
-def test_settings_that_say_nothing_that_can_be_done_are_refused(config, says):
+def test_invalid_worker_settings_are_refused(config, says):
     with pytest.raises(ConfigError, match=says):
         WorkerSettings.of_config(config)
 
@@ -118,7 +118,7 @@ def address(tmp_path):
     return f"ipc://{tmp_path}/scores"
 
 
-def test_a_channel_without_a_reader_never_waits_and_counts_what_it_drops(address):
+def test_channel_without_a_reader_never_blocks_and_counts_dropped_messages(address):
     channel = Channel(address, 3)
     for _ in range(10):
         channel.send(lambda sequence: dataclasses.replace(ENDED, sequence=sequence))
@@ -142,7 +142,7 @@ def test_a_channel_without_a_reader_never_waits_and_counts_what_it_drops(address
     context.term()
 
 
-def test_threads_that_send_at_once_number_every_message_once(address):
+def test_concurrent_senders_number_every_message_once(address):
     context = zmq.Context()
     reader = context.socket(zmq.PULL)
     reader.setsockopt(zmq.RCVTIMEO, 60_000)

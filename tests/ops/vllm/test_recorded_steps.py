@@ -1,4 +1,4 @@
-"""Rows of steps as a real vLLM 0.32 engine left them in its model runner, against what the engine gave its user.
+"""Steps recorded from the model runner of a real vLLM 0.32 engine, compared with what the engine returned.
 
 The steps of the first kind of model runner are recorded (scripts/benchmarks/vllm_steps.py): one run with drafts of
 n-grams, one with a prefix cache, several answers to a prompt and so few blocks that requests were preempted. The second
@@ -52,7 +52,7 @@ def v2(had):
 
 @pytest.mark.parametrize("kind", ["v1", "v2"])
 @pytest.mark.parametrize("run", RUNS)
-def test_every_token_of_a_recorded_run_is_placed_once_and_is_the_one_that_came_out(run, kind):
+def test_every_recorded_token_is_placed_once_and_matches_the_output(run, kind):
     recorded = read(run)
     placing, placed_at, ended = Placing(), {}, {}
 
@@ -96,7 +96,7 @@ def test_every_token_of_a_recorded_run_is_placed_once_and_is_the_one_that_came_o
             assert rows.n_cached == output["cached"]
 
 
-def test_the_recordings_hold_what_they_are_for():
+def test_recordings_contain_drafts_preemption_and_chunked_prompts():
     drafts, preempted = (read(run)["steps"] for run in RUNS)
     n_drafted = sum(sum(step["drafts"].values()) for step in drafts)
     n_accepted = sum(sum(n - 1 for n in step["sampled"].values() if n) for step in drafts)
@@ -108,7 +108,7 @@ def test_the_recordings_hold_what_they_are_for():
     assert chunked  # chunks of prompts beside tokens of others
 
 
-def test_a_step_whose_borders_are_not_those_that_were_scheduled_is_refused():
+def test_step_whose_bounds_differ_from_the_schedule_is_refused():
     step = next(step for step in read("v1_drafts")["steps"] if step["drafts"])
     had = dict(step["runner"])
     had["query_start_loc"] = [0, had["query_start_loc"][1] - 1, *had["query_start_loc"][2:]]
@@ -117,7 +117,7 @@ def test_a_step_whose_borders_are_not_those_that_were_scheduled_is_refused():
             rows_of(made, step["scheduled"])
 
 
-def test_rows_are_copied_since_the_runner_writes_the_next_step_into_the_same_memory():
+def test_step_rows_are_copies_of_the_runners_reused_buffers():
     step = next(step for step in read("v1_drafts")["steps"] if step["runner"])
     runner = v1(step["runner"])
     rows = rows_of_v1(runner, step["scheduled"])

@@ -1,4 +1,4 @@
-"""What an engine may not do while it is watched is refused by name, with what to do."""
+"""Engine settings that are unsupported while it is watched are refused by name, with a remedy."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from probemon.errors import ConfigError, NotSupportedHost
+from probemon.errors import ConfigError, UnsupportedModel
 from probemon.ops.vllm.messages import WorkerSettings
 from probemon.ops.vllm.refusals import check_engine, unseen_request
 
@@ -42,7 +42,7 @@ def config(**changes):
     return SimpleNamespace(**parts)
 
 
-def test_a_plain_engine_of_a_tested_version_is_watched():
+def test_plain_engine_of_a_tested_version_is_accepted():
     check_engine(config(), "0.32.0", SETTINGS)
     check_engine(config(), "0.32.0+cpu", SETTINGS)
     check_engine(config(speculative_config=SimpleNamespace(method="ngram")), "0.32.0", SETTINGS)
@@ -50,8 +50,8 @@ def test_a_plain_engine_of_a_tested_version_is_watched():
 
 
 @pytest.mark.parametrize("version", ["0.33.0", "0.31.0", "0.32.1", "0.32.0rc1"])
-def test_another_version_is_refused_with_what_was_tried(version):
-    with pytest.raises(NotSupportedHost, match=rf"vLLM {version} is not tested .* only 0\.32\.0"):
+def test_untested_version_is_refused_and_tested_ones_are_named(version):
+    with pytest.raises(UnsupportedModel, match=rf"vLLM {version} is not tested .* only 0\.32\.0"):
         check_engine(config(), version, SETTINGS)
 
 
@@ -74,13 +74,13 @@ def test_another_version_is_refused_with_what_was_tried(version):
         ({"speculative_config": SimpleNamespace(method="eagle3")}, "speculation by eagle3"),
     ],
 )
-def test_what_was_not_tested_is_refused_by_name(changes, says):
-    with pytest.raises(NotSupportedHost, match=says):
+def test_untested_engine_settings_are_refused_by_name(changes, says):
+    with pytest.raises(UnsupportedModel, match=says):
         check_engine(config(**changes), "0.32.0", SETTINGS)
 
 
-def test_other_places_than_layers_are_refused():
-    with pytest.raises(NotSupportedHost, match=r"the packs read attn_out\.1"):
+def test_sites_other_than_residual_streams_are_refused():
+    with pytest.raises(UnsupportedModel, match=r"the packs read attn_out\.1"):
         check_engine(config(), "0.32.0", WorkerSettings(packs=("p",), sites=("attn_out.1",)))
 
 
@@ -88,10 +88,10 @@ def test_other_places_than_layers_are_refused():
     ("changes", "error"),
     [
         ({"speculative_config": SimpleNamespace(method="ngram")}, ConfigError),
-        ({"parallel_config": {"tensor_parallel_size": 2}}, NotSupportedHost),
+        ({"parallel_config": {"tensor_parallel_size": 2}}, UnsupportedModel),
     ],
 )
-def test_stops_inside_the_step_are_refused_where_rows_are_not_requests_or_ranks_sample(changes, error):
+def test_stops_inside_the_step_are_refused_with_drafts_or_sampling_ranks(changes, error):
     with pytest.raises(error, match="stop"):
         check_engine(config(**changes), "0.32.0", WorkerSettings(packs=("p",), sites=("resid_post.1",), stop=True))
 
@@ -105,6 +105,6 @@ def test_stops_inside_the_step_are_refused_where_rows_are_not_requests_or_ranks_
         ({"prompt_embeds": object(), "prompt_token_ids": None}, "embeddings"),
     ],
 )
-def test_requests_that_cannot_be_scored_are_named(given, says):
+def test_requests_that_cannot_be_scored_get_a_reason(given, says):
     reason = unseen_request(SimpleNamespace(**{"prompt_token_ids": [1], **given}))
     assert (says in reason) if says else reason == ""

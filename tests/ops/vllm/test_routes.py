@@ -1,4 +1,4 @@
-"""What is told beside vLLM's server, asked over HTTP of the real middleware; another application stands behind it."""
+"""The routes added to vLLM's server, called over HTTP on the real middleware in front of another application."""
 
 import http.client
 import json
@@ -15,7 +15,7 @@ from test_client import ended_of, hello_of, step_of
 from test_engine_watch import SITES
 
 import grouped_packs
-from probemon.errors import AlignmentError, ConfigError, MissingExtra, NotSupportedHost
+from probemon.errors import AlignmentError, ConfigError, MissingExtra, UnsupportedModel
 from probemon.ops.cli.vllm import vllm
 from probemon.ops.server.limits import Limits
 from probemon.ops.server.server import all_names, make_server, open_socket
@@ -82,7 +82,7 @@ def ask(served, path, token=TOKEN, **headers):
     return status, content
 
 
-def test_an_answer_is_told_whole_and_what_is_vllms_is_left_to_it(served, file):
+def test_route_reports_a_whole_answer_and_leaves_vllms_routes_alone(served, file):
     assert ask(served, "/v1/models") == (200, b"vLLM's own")
     status, content = ask(served, "/probemon/readyz")
     assert status == 503 and "no worker has said that it begins" in json.loads(content)["why"]
@@ -128,7 +128,7 @@ def test_an_answer_is_told_whole_and_what_is_vllms_is_left_to_it(served, file):
     channel.close()
 
 
-def test_several_prompts_of_a_completion_have_several_requests_and_each_choice_its_own(served, file):
+def test_every_prompt_and_choice_of_a_completion_has_its_own_result(served, file):
     client, channel = served.client, served.channel
     channel.send(lambda sequence: hello_of(client, sequence))
     own = {f"{j}_cmpl-9-{i}-0000000{i}": [5 + i, 6, 7 + j] for i in range(2) for j in range(2)}
@@ -160,7 +160,7 @@ def test_several_prompts_of_a_completion_have_several_requests_and_each_choice_i
     channel.close()
 
 
-def test_a_reply_that_is_here_before_its_scores_waits_for_them(served, file):
+def test_reply_waits_for_scores_that_arrive_later(served, file):
     client, channel = served.client, served.channel
     channel.send(lambda sequence: hello_of(client, sequence))
     channel.send(lambda sequence: step_of(client, sequence, [0, 1], [5, 6], "chatcmpl-7-00000000"))
@@ -176,7 +176,7 @@ def test_a_reply_that_is_here_before_its_scores_waits_for_them(served, file):
     channel.close()
 
 
-def test_who_has_no_token_or_another_name_is_told_nothing(served):
+def test_wrong_token_host_or_origin_is_refused(served):
     assert ask(served, "/probemon/healthz", token="other")[0] == 200
     for path in ("/probemon/requests", "/probemon/metrics", "/probemon/pack", "/probemon/events"):
         assert ask(served, path, token="other")[0] == 401
@@ -186,7 +186,7 @@ def test_who_has_no_token_or_another_name_is_told_nothing(served):
     served.channel.close()
 
 
-def test_events_are_told_as_they_come(served):
+def test_events_are_streamed_as_they_come(served):
     connection = http.client.HTTPConnection("127.0.0.1", served.port, timeout=30)
     connection.request("GET", "/probemon/events", headers={"Authorization": f"Bearer {TOKEN}"})
     answer = connection.getresponse()
@@ -201,7 +201,7 @@ def test_events_are_told_as_they_come(served):
     channel.close()
 
 
-def test_vllms_command_line_says_what_is_watched(file):
+def test_vllm_command_line_carries_the_watch_settings(file):
     with VllmClient(file) as client:
         arguments = server_arguments(client, "model", "tiny", "127.0.0.1", 8000, "key", ["--max-model-len", "64"])
         assert arguments[0] == "model" and arguments[-2:] == ["--max-model-len", "64"]
@@ -224,22 +224,22 @@ def test_vllms_command_line_says_what_is_watched(file):
         ("-asc", "--api-server-count"),
     ],
 )
-def test_what_the_command_says_itself_is_not_the_users_to_say_in_any_spelling(given, option):
+def test_options_that_serve_sets_itself_are_refused_in_any_spelling(given, option):
     with pytest.raises(ConfigError, match=f"which is {option}: "):
         check_more(["--max-model-len", "64", given])
     check_more(["--max-model-len", "64", "--", "--host-more", "x"])
 
 
-def test_without_vllm_and_with_another_version_one_line_says_what_to_do(monkeypatch):
+def test_missing_or_untested_vllm_is_one_line_with_the_remedy(monkeypatch):
     monkeypatch.setattr(installed, "_PACKAGES", ("probemon-is-no-vllm",))
     with pytest.raises(MissingExtra, match=r"vllm_env\.sh"):
         check_vllm()
     monkeypatch.setattr(installed, "_PACKAGES", ("torch",))  # which is there, and of no version that was tried
-    with pytest.raises(NotSupportedHost, match=r"was tried with 0\.32\.0 alone"):
+    with pytest.raises(UnsupportedModel, match=r"was tried with 0\.32\.0 alone"):
         check_vllm()
 
 
-def test_a_row_that_has_to_end_samples_the_end_and_others_are_left_alone():
+def test_forced_end_samples_the_end_token_for_its_sequences_only():
     logits = torch.randn(5, 11)
     before = logits.clone()
     force_end(logits, [1, 3], {0: 2, 1: 2, 3: 7})
@@ -254,7 +254,7 @@ def test_a_row_that_has_to_end_samples_the_end_and_others_are_left_alone():
 @pytest.mark.parametrize(
     ("field", "value"), [("ignore_eos", True), ("min_tokens", 3), ("structured_outputs", object())]
 )
-def test_a_request_that_could_not_be_stopped_is_refused(field, value):
+def test_request_that_could_not_be_stopped_is_refused(field, value):
     params = SimpleNamespace(ignore_eos=False, min_tokens=0, structured_outputs=None)
     check_stoppable(params)
     setattr(params, field, value)
@@ -262,5 +262,5 @@ def test_a_request_that_could_not_be_stopped_is_refused(field, value):
         check_stoppable(params)
 
 
-def test_the_commands_are_there():
+def test_serve_and_check_commands_are_registered():
     assert {command.callback.__name__ for command in vllm.registered_commands} == {"serve", "check"}

@@ -1,4 +1,4 @@
-"""Which row of a step of vLLM is which token: recorded steps, and schedules against a plain dictionary."""
+"""Every row of a vLLM step is matched to its token: random schedules are compared with a plain dictionary."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def followed(schedule):
 
 @settings(max_examples=60, deadline=None)
 @given(SCHEDULES)
-def test_every_row_is_the_token_that_a_plain_dictionary_says(schedule):
+def test_every_row_is_placed_as_a_plain_dictionary_says(schedule):
     engine, placed_at, _, order = followed(schedule)
     for request in engine.requests:
         tokens = engine.final(request)
@@ -85,7 +85,7 @@ def step_of(requests, starts, ids, positions):
     return StepRows(tuple(requests), np.array(starts), np.array(ids), np.array(positions))
 
 
-def test_rows_that_contradict_what_was_scheduled_are_refused():
+def test_rows_that_contradict_the_schedule_are_refused():
     step = step_of(["a", "b"], [0, 2, 3], [5, 6, 7], [0, 1, 0])
     assert step.check({"a": 2, "b": 1}) is step
     for scheduled in ({"a": 1, "b": 2}, {"a": 2}, {"a": 2, "b": 1, "c": 1}):
@@ -100,7 +100,7 @@ def test_rows_of_another_prompt_are_refused():
         placing.place(step_of(["a"], [0, 2], [5, 9], [0, 1]), {})
 
 
-def test_rows_that_run_again_with_another_token_are_refused():
+def test_repeated_rows_with_another_token_are_refused():
     placing = Placing()
     placing.begin("a", [5, 6], 0)
     placing.place(step_of(["a"], [0, 2], [5, 6], [0, 1]), {})
@@ -108,19 +108,19 @@ def test_rows_that_run_again_with_another_token_are_refused():
         placing.place(step_of(["a"], [0, 3], [5, 8, 1], [0, 1, 2]), {})
 
 
-def test_a_hole_that_no_cache_explains_is_refused():
+def test_gap_without_cached_tokens_is_refused():
     placing = Placing()
     placing.begin("a", [5, 6], 0)
     with pytest.raises(AlignmentError, match="runs on at column 4, 0 were run and 2 are known"):
         placing.place(step_of(["a"], [0, 1], [5], [4]), {})
 
 
-def test_rows_of_a_request_that_never_began_are_refused():
+def test_rows_of_an_unknown_request_are_refused():
     with pytest.raises(AlignmentError, match="beginning was not seen"):
         Placing().place(step_of(["a"], [0, 1], [5], [0]), {})
 
 
-def test_a_request_that_is_not_to_be_scored_is_placed_with_the_reason():
+def test_unscored_request_is_placed_with_its_reason():
     placing = Placing()
     rows = placing.begin("a", [5, 6], 0)
     rows.unseen = "because"

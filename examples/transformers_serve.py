@@ -23,7 +23,7 @@ from typing import Any
 import transformers
 
 from probemon import DynamicProbeManager
-from probemon.errors import NotSupportedHost
+from probemon.errors import UnsupportedModel
 
 TESTED = ("5.23.0",)
 KEPT_TOKENS = 10_000  # a server runs for weeks: scores of older tokens are forgotten
@@ -38,10 +38,10 @@ def watched_server(
     `rules`: concepts, each alone or as `concept:score`; else the pack's alert threshold holds.
     `tell`: called with each event, in the thread that generates.
     `options`: of `transformers serve`, such as host and port.
-    Raises `NotSupportedHost` for a version of transformers that was not tried.
+    Raises `UnsupportedModel` for a version of transformers that was not tried.
     """
     if transformers.__version__ not in TESTED:
-        raise NotSupportedHost(
+        raise UnsupportedModel(
             f"transformers {transformers.__version__}: its server was tried in {', '.join(TESTED)} alone, and keeps its"
             " model where it may have moved. Install one of these, or use `probemon serve`"
         )
@@ -85,7 +85,7 @@ def keep_loaded(models: Any, model: str) -> tuple[Any, Any]:
         gguf_file: str | None = None,
     ) -> tuple[Any, Any]:
         if (name, gguf_file) != only:
-            raise NotSupportedHost(f"this server answers with {model} alone, which is watched: {name} is not loaded")
+            raise UnsupportedModel(f"this server answers with {model} alone, which is watched: {name} is not loaded")
         if progress_callback is not None:
             progress_callback({"status": "ready", "model": name, "cached": True})
         return watched

@@ -18,7 +18,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from probemon.engine.scorer import Scorer
-from probemon.errors import ConfigError, closest
+from probemon.errors import ConfigError, UnknownSetting, closest
 from probemon.monitor.breaker import Breaker, Circuit
 from probemon.monitor.change import DeploymentFile
 from probemon.monitor.run import MonitorRun, RunOptions
@@ -166,14 +166,14 @@ class DynamicProbeManager(Scorer):
             list(inspect.signature(self.attach).parameters)[2:],
             list(inspect.signature(self.stream).parameters),
         )
-        methods = [getattr(model, name, None) for name in ("generate", "forward")]
+        methods = [getattr(model, name, None) for name in ("generate", "forward", "prepare_inputs_for_generation")]
         model_names = {name for method in methods if callable(method) for name in inspect.signature(method).parameters}
+        config = getattr(model, "generation_config", None)
+        model_names |= set() if config is None else set(config.to_dict())
         for name in options:
-            is_known = (
-                name in attach_names or name in model_names or hasattr(getattr(model, "generation_config", None), name)
-            )
-            if not is_known and (meant := closest(name, [*attach_names, *stream_names[3:-1]])):
-                raise ConfigError(f"neither a stream nor generate() takes {name!r}{meant}")
+            if name not in attach_names and name not in model_names:
+                meant = closest(name, [*attach_names, *stream_names[3:-1], *sorted(model_names)])
+                raise UnknownSetting(f"neither a stream nor generate() takes {name!r}{meant}")
         attach = {name: value for name, value in options.items() if name in attach_names}
         generate = {name: value for name, value in options.items() if name not in attach_names}
         return self.attach(model, tokenizer, **{"one_thread": True, **attach}), generate

@@ -102,7 +102,10 @@ ChatDate = Annotated[
 ]
 Threads = Annotated[int, typer.Option(help="CPU threads for the model; 0: what torch chooses.")]
 Dtype = Annotated[
-    str, typer.Option(help="Number format of the model: bfloat16, float32, float16 or auto (that of its files).")
+    str,
+    typer.Option(
+        help="Number format of the model: bfloat16, float32, float16 or auto (that of its files; float32 for demo)."
+    ),
 ]
 Strict = Annotated[bool, typer.Option("--strict", help="Refuse a model that is not the one the pack was made for.")]
 AlertSet = Annotated[

@@ -38,6 +38,8 @@ class Aggregator(Protocol):
 
 
 class _Stepped:
+    """An aggregator by its `_step`: from a state and a copy of new scores [K] float64 to the next state and values."""
+
     def begin(self) -> State:
         return ()
 

@@ -192,6 +192,8 @@ def parse_baseline(text: str) -> ZScore | Rank:
     last = match["last"]
     if last is not None and not last.isdecimal():
         raise ConfigError(f"aggregate is {text!r}: {last!r} is not a whole number")
+    if last is not None and len(last) > 12:
+        raise ConfigError(f"aggregate is {text!r:.60}: {last[:12]}... tokens are too many")
     of = Each() if match["of"] is None else parse(match["of"])
     return _MEASURES[match["measure"]](None if last is None else int(last), of, match["whose"] == "traffic")
 

@@ -312,6 +312,7 @@ def _by_rank_and_first_parent(ranks: Sequence[int], up: Sequence[Sequence[int]])
 
 
 def _ranks(down: Mapping[int, Sequence[int]], up: Sequence[Sequence[int]], levels: Sequence[int]) -> list[int]:
+    """Return each concept's level, or one more than its parents' highest rank if that is more."""
     rank = list(levels)
     waiting = [len(above) for above in up]
     ready = [i for i, count in enumerate(waiting) if count == 0]

@@ -164,7 +164,11 @@ class Inputs:
 
     @cached_property
     def largest(self) -> Floats:
-        """Largest absolute values `[I * N]`; inf after an overflow, NaN for a non-finite state. Waits for a GPU."""
+        """Return the largest absolute value of each prepared input, `[I * N]`.
+
+        inf if normalising or rounding it overflowed, NaN if the hidden state was not finite. On a GPU the first access
+        waits for it.
+        """
         if self.known_largest is not None:
             return self.known_largest
         if self.values.device.type == "cpu" and self.values.dtype == torch.float32:

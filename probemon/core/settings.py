@@ -81,7 +81,7 @@ class CascadeConfig:
 
 
 def check_load_threshold(value: object) -> float | str:
-    """Return a valid `load_threshold`. Raises `ConfigError`."""
+    """Return a `load_threshold` if it is a number, "auto", "exact" or "calibrated". Raises `ConfigError`."""
     if isinstance(value, str) and value in ("auto", "exact", "calibrated"):
         return value
     return check_number("load_threshold", value, infinite=True, remedy="give a number, 'auto', 'exact' or 'calibrated'")

@@ -159,7 +159,10 @@ class Bracket:
             hook(*args, **kwargs)
 
     def shadow(self, stack: ExitStack, owner: Owner, model: Any, decoder: nn.Module) -> None:
-        """Put brackets around compiled calls of model and decoder until `stack` closes."""
+        """Patch the compiled calls of model and decoder with brackets until `stack` closes.
+
+        These are the calls that generate compiles, those of `module.compile()`, and a compiled `forward`.
+        """
         names = {module: list(inspect.signature(module.forward).parameters) for module in (model, decoder)}
 
         def around(module: Any, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

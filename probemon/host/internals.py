@@ -433,7 +433,7 @@ def generates_of_thread() -> Iterator[tuple[FrameType, PreTrainedModel]]:
 
 
 def proposes_tokens() -> bool:
-    """True if this thread's innermost `generate()` is drafting."""
+    """Return whether this thread's innermost `generate()` is in `get_candidates`, which drafts tokens for it."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         name = frame.f_code.co_name

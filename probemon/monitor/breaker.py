@@ -80,7 +80,7 @@ class Circuit:
                 self._errors.clear()
 
     def untold(self) -> None:
-        """Report a discarded try."""
+        """Report that a try was discarded, so its outcome is unknown: the next caller may try."""
         if self.state == HALF_OPEN:
             with self._lock:
                 self.state, self._until = OPEN, self._clock()

@@ -14,14 +14,14 @@ import logging
 import os
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from probemon.core.scores import Scores, TokenBatch
 from probemon.errors import ConfigError, SinkFailed
 from probemon.monitor.failures import as_exception
-from probemon.monitor.followers import Batch, Follower
+from probemon.monitor.followers import Batch, Follower, Listener
 from probemon.monitor.sinks import Sink
 from probemon.util.checks import check_count
 
@@ -186,3 +186,20 @@ class Delivery(Follower):
 def is_sink(given: Any) -> bool:
     """True if it has the methods of a sink."""
     return all(callable(getattr(given, name, None)) for name in ("open", "write", "close"))
+
+
+def as_follower(candidate: Any, lend: Callable[[Any], Any] = lambda listener: listener) -> Follower:
+    """Return the follower of a `Follower`, sink or callable `(placed, scores)`, which `lend` may wrap.
+
+    Raises `ConfigError`.
+    """
+    if isinstance(candidate, Follower):
+        return candidate
+    if is_sink(candidate):
+        return Delivery(candidate)
+    if callable(candidate) and not isinstance(candidate, type):
+        return Listener(lend(candidate))
+    raise ConfigError(
+        f"{candidate!r:.80} cannot follow a run: give a Follower, a sink (with open, write and close) or a callable"
+        " that takes (placed, scores)"
+    )

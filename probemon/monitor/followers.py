@@ -21,7 +21,7 @@ from probemon.core.hierarchy import Ints
 from probemon.core.memory_reads import MemoryReads
 from probemon.core.scores import Gap, Scores, TokenBatch
 from probemon.host.site import Site
-from probemon.monitor.check import Check
+from probemon.monitor.check import FAILED, Check
 from probemon.monitor.failures import Failures
 from probemon.monitor.rules import Event
 from probemon.monitor.watches import Watch
@@ -49,6 +49,11 @@ class Batch:
     placed: PlacedTokens
     origin: Ints
     reads: MemoryReads | None = None
+
+    def keep_reads(self, reads: MemoryReads | None) -> MemoryReads | None:
+        """Keep and return the memory reads."""
+        self.reads = reads
+        return reads
 
     def as_tokens(self, scores: Scores) -> TokenBatch:
         """Return the tokens as sinks receive them."""
@@ -166,9 +171,21 @@ class Followers:
     def __iter__(self) -> Iterator[Follower]:
         return iter([*self._first, *self._own, *self.sinks])
 
-    def add(self, follower: Follower, *, first: bool = False, sink: bool = False) -> None:
-        """Add a follower, by default before sinks."""
-        (self._first if first else self.sinks if sink else self._own).append(follower)
+    def add(
+        self, follower: Follower, *, first: bool = False, sink: bool = False, after: Follower | None = None
+    ) -> None:
+        """Add a follower, by default before sinks; directly `after` another one if both are of one group."""
+        group = self._first if first else self.sinks if sink else self._own
+        group.insert(group.index(after) + 1 if after in group else len(group), follower)  # type: ignore[arg-type]
+        self._look_up()
+
+    def remove(self, followers: Sequence[Follower]) -> None:
+        """Remove followers."""
+        for group in (self._first, self._own, self.sinks):
+            group[:] = [one for one in group if one not in followers]
+        self._look_up()
+
+    def _look_up(self) -> None:
         self._heard = {
             name: [
                 (one, getattr(one, name))
@@ -236,7 +253,17 @@ class Followers:
 
     def checks(self) -> list[Check]:
         """Return their lines of a run's health."""
-        return [check for _, method in self._heard["check"] if (check := method()) is not None]
+        checks = []
+        for one, method in self._heard["check"]:
+            try:
+                check = method()
+            except Exception as error:
+                self.failures.add(one.kind, error)
+                what = f"{type(one).__name__}.check() raised {type(error).__name__}"
+                check = Check("followers", FAILED, what, "see run.failures")
+            if check is not None:
+                checks.append(check)
+        return checks
 
     def _tell(self, name: str, *arguments: Any) -> None:
         for one, method in self._heard[name]:

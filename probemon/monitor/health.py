@@ -186,7 +186,7 @@ def _host(within: Sequence[str], n_between: int, between: Sequence[str], holds: 
             return Check(
                 "host", WARNING, f"{what}: it is not the requested one", "Attach again, which compares the model."
             )
-        return Check("host", OK, f"{what}, and as far as is known within none: not all results are of one model")
+        return Check("host", OK, f"{what}, and within none that is known: not all results are of one model")
     return Check("host", OK, f"no {_OF_HOST} are known to have changed")
 
 

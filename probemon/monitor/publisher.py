@@ -10,7 +10,8 @@ import logging
 import threading
 import warnings
 from collections import Counter, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -101,12 +102,21 @@ class Publisher:
         """Return each sink's statistics."""
         return [one.stats() for one in self.followers.sinks if isinstance(one, Delivery)]
 
-    def prepare(self, rules: Iterable[Rule]) -> None:
-        """Add the rules' deciders as followers."""
+    @contextmanager
+    def preparing(self, rules: Iterable[Rule]) -> Iterator[None]:
+        """Add the rules' deciders as followers; an error in the block removes them again."""
+        kinds: dict[type, Decider] = {}
         for action in [action for rule in rules for action in rule.actions if isinstance(action, AskedAction)]:
             if type(action) not in self._deciders:
-                self._deciders[type(action)] = decider = action.decider(self)
-                self.followers.add(decider, first=True)
+                kinds[type(action)] = self._deciders[type(action)] = action.decider(self)
+                self.followers.add(kinds[type(action)], first=True)
+        try:
+            yield
+        except BaseException:
+            for kind in kinds:
+                del self._deciders[kind]
+            self.followers.remove(list(kinds.values()))
+            raise
 
     def check_call(self, prompt: GenerateCall) -> None:
         """Raise `UnsupportedDecoding` if a rule cannot work in this call."""
@@ -116,7 +126,7 @@ class Publisher:
     def publish(self, batch: Batch, scores: Scores) -> None:
         """Record scores, evaluate rules, call followers."""
         watch, generation, recording, placed = batch.watch, batch.generation, batch.recording, batch.placed
-        batch.reads = reads = self.followers.reads(batch)
+        reads = batch.keep_reads(self.followers.reads(batch))
         with self._keeping:
             self.tokens.update(scores.coverage.unseen)
             if recording.mark is not None and not recording.n_entries:  # it begins; external engines have no marks
@@ -171,8 +181,7 @@ class Publisher:
         if placed.phase == PROMPT:
             self._asked = "tokens that rules are asked of"
         unseen = Counter(filter(None, scores.coverage.unseen)) if not all_seen else Counter[str]()
-        if placed.phase == PROMPT and not generation.asked_of_prompt:  # tokens from a cache, once
-            generation.asked_of_prompt = True
+        if placed.phase == PROMPT and generation.asks_of_prompt():  # tokens from a cache, once
             if n_before := batch.recording.n_before():
                 unseen[batch.recording.before] += n_before
                 self._n_asked += n_before
@@ -219,7 +228,7 @@ class Publisher:
             self.events.append(event)
         self.followers.event(event, named_action(action))
         if isinstance(action, AskedAction):
-            self._deciders[type(action)].ask(action, event, generation)
+            self.failures.call("a judge", self._deciders[type(action)].ask, action, event, generation)
         elif isinstance(action, str):
             self.do(action, event, generation)
         else:

@@ -8,7 +8,9 @@ rules = spec.rules(pack)                  # one for each matching concept
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypedDict
 
@@ -20,7 +22,7 @@ from probemon.errors import ConfigError, RuleError, closest
 from probemon.monitor.rules import ACTIONS, PASS, Action, AskedAction, check_above, named_action
 from probemon.packs.group import AnyPack, PackGroup
 from probemon.packs.strength import in_short
-from probemon.util.checks import check_count, check_number, check_text
+from probemon.util.checks import check_count, check_number, check_text, is_int
 
 # The phases of the tokens that a rule applies to.
 WITHIN = {"answer": ("generated",), "prompt": ("prompt",), "any": ("prompt", "generated")}
@@ -176,30 +178,25 @@ class RuleSpec:
     on_blind: Action = _field(
         PASS,
         "The action at a token whose scores are not known. pass: nothing.",
-        enum=[PASS, *(action for action in ACTIONS if action != "record")],
+        enum=[PASS, *ACTIONS],
     )
 
     def __post_init__(self) -> None:
         defaults = {one.name: one.default for one in dataclasses.fields(self)}
         for name, check in _CHECKS.items():
             value = getattr(self, name)
-            if value is defaults[name] or (name == "all_of" and value == ()):
+            if value is defaults[name] or (isinstance(value, tuple) and not value):
                 continue
-            try:
-                checked = check(name, value)
-            except RuleError:
-                raise
-            except ConfigError as error:
-                raise RuleError(str(error), name) from None
-            object.__setattr__(self, name, checked)
+            with _errors_of(name):
+                object.__setattr__(self, name, check(name, value))
         if self.above is not None:
             aggregator = named(self.aggregate)
-            try:
+            with _errors_of("above"):
                 object.__setattr__(self, "above", check_above(aggregator, self.above, ceiling(aggregator)))
-            except ConfigError as error:
-                raise RuleError(str(error), "above") from None
-        if (self.concept is None) == (not self.all_of):
+        if self.concept is None and not self.all_of:
             raise RuleError("concept is missing: give an id, a name or a pattern, or two or more in all_of", "concept")
+        if self.concept is not None and self.all_of:
+            raise RuleError("all_of and concept are both given: give one of them", "all_of")
         sources = [name for name in ("above", "alert_set", "rate") if getattr(self, name) is not None]
         if len(sources) > 1:
             raise RuleError(f"{sources[1]} and {sources[0]} are both given: give one of them", sources[1])
@@ -207,20 +204,23 @@ class RuleSpec:
     @classmethod
     def from_dict(cls, given: Mapping[str, Any], **more: Any) -> RuleSpec:
         """Return the rule of a dict and other fields, `more`. Raises `RuleError`."""
-        for name in given:
+        if not isinstance(given, Mapping):
+            raise RuleError(f"a rule is {given!r:.60}: give a mapping of {', '.join(FIELDS)}")
+        for name in (*given, *more):
             if name not in FIELDS:
                 fields = ", ".join(FIELDS)
-                raise RuleError(f"a rule has no {name!r:.60}{closest(name, FIELDS)}: it has {fields}", str(name))
+                raise RuleError(f"a rule has no {name!r:.60}{closest(str(name), FIELDS)}: it has {fields}", str(name))
         return cls(**{**given, **more})
 
     def to_dict(self) -> dict[str, Any]:
-        """Return it for JSON, without defaults."""
+        """Return it for JSON, without defaults. Raises `RuleError` for what JSON cannot hold: callables, patterns."""
         fields = {}
         for one in dataclasses.fields(self):
             value = getattr(self, one.name)
             if value != one.default:
-                value = named_action(value) if one.name in ("action", "on_blind") else value
-                fields[one.name] = str(value) if isinstance(value, Aggregator) else value
+                fields[one.name] = value = str(value) if isinstance(value, Aggregator) else value
+                if callable(value) or isinstance(value, (AskedAction, re.Pattern)):
+                    raise RuleError(f"{one.name} is {value!r:.80}, which JSON cannot hold: give a text", one.name)
         return fields
 
     @classmethod
@@ -248,28 +248,38 @@ class RuleSpec:
             },
         }
 
+    def _with_alert_set(self, pack: AnyPack) -> AnyPack:
+        field, name = "alert_set", self.alert_set
+        if self.rate is not None:
+            field, name = "rate", f"{self.rate:g}"
+            name = f"rate_{name if float(name) == self.rate else repr(self.rate)}"
+        with _errors_of(field):
+            return pack if name is None else pack.with_alert_set(name)
+
     def rules(self, pack: AnyPack) -> list[Rule]:
         """Return a rule for each matching concept, or one for `all_of`. Raises `UnknownConcept`, and `ConfigError` if
         there is no threshold.
         """
-        alert_set = f"rate_{self.rate:g}" if self.rate is not None else self.alert_set
-        chosen = pack if alert_set is None else pack.with_alert_set(alert_set)
-        aggregator = named(self.aggregate)
+        aggregator, chosen = named(self.aggregate), self._with_alert_set(pack)
         probes = [chosen.find(one) for one in self.all_of] if self.concept is None else chosen.find_all(self.concept)
         if len(set(probes)) < len(self.all_of):
             raise RuleError("all_of names a concept twice: give each once", "all_of")
         # An aggregator that compares with the pack's counts needs those of its concept.
-        aggregators = [with_counts(aggregator, chosen, [probe]) for probe in probes]
-        levels = (
-            chosen.thresholds_for(aggregator)[probes].tolist() if self.above is None else [self.above] * len(probes)
-        )
+        with _errors_of("aggregate"):
+            aggregators = [with_counts(aggregator, chosen, [probe]) for probe in probes]
+        with _errors_of("above"):
+            levels = (
+                chosen.thresholds_for(aggregator)[probes].tolist() if self.above is None else [self.above] * len(probes)
+            )
         for probe, level, most in zip(probes, levels, map(ceiling, aggregators), strict=True):
             if self.above is None and not level < 1:  # NaN: not calibrated; 1: no threshold met the rate
-                raise ConfigError(
+                raise RuleError(
                     f"{chosen.concepts[probe]['id']} has no alert threshold in {chosen.name} for {aggregator} that a"
-                    f" score can exceed ({level}): give above="
+                    f" score can exceed ({level}): give above=",
+                    "above",
                 )
-            check_above(aggregator, level, most)
+            with _errors_of("above"):
+                check_above(aggregator, level, most)
         uses_set = self.above is None and str(aggregator) == "each"
         conditions = [Condition(*one) for one in zip(probes, map(float, levels), aggregators, strict=True)]
         parts = [conditions] if self.concept is None else [[condition] for condition in conditions]
@@ -289,10 +299,36 @@ class RuleSpec:
         ]
 
 
+@contextmanager
+def _errors_of(field: str) -> Iterator[None]:
+    """Make errors of the block those of a field."""
+    try:
+        yield
+    except RuleError:
+        raise
+    except ConfigError as error:
+        raise RuleError(str(error), field) from None
+
+
+def _check_concept(name: str, value: Any) -> Any:
+    """Return a concept, a pattern, or a list of these, as `Names.find_all` takes them."""
+    if isinstance(value, (list, tuple, set, frozenset)) and value:
+        return [_check_concept(name, one) for one in value]
+    return value if isinstance(value, re.Pattern) else _check_one(name, value)
+
+
+def _check_one(name: str, value: Any) -> str | int:
+    if isinstance(value, str) and value.strip():
+        return value
+    if is_int(value):
+        return int(value)
+    raise ConfigError(f"{name} is {value!r:.80}: give an id, a name or a number")
+
+
 def _check_all_of(name: str, value: Any) -> tuple[str | int, ...]:
-    if isinstance(value, (str, bytes)) or not isinstance(value, Sequence) or len(value) < 2:
+    if not isinstance(value, (list, tuple)) or len(value) < 2:
         raise ConfigError(f"{name} is {value!r:.80}: give a list of two concepts or more")
-    return tuple(value)
+    return tuple(_check_one(name, one) for one in value)
 
 
 def _check_rate(name: str, value: Any) -> float:
@@ -326,6 +362,7 @@ def _check_action(name: str, value: Any) -> Any:
 
 
 _CHECKS: dict[str, Any] = {
+    "concept": _check_concept,
     "all_of": _check_all_of,
     "alert_set": check_text,
     "rate": _check_rate,

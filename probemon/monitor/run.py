@@ -34,9 +34,9 @@ from probemon.host.model import unwrap
 from probemon.host.site import Site
 from probemon.monitor.breaker import Breaker, Circuit
 from probemon.monitor.change import Change, DeploymentFile
-from probemon.monitor.delivery import Delivery, SinkStats, is_sink
+from probemon.monitor.delivery import Delivery, SinkStats, as_follower
 from probemon.monitor.failures import MAX_KEPT, Failures, Guard
-from probemon.monitor.followers import Follower, Followers, Listener
+from probemon.monitor.followers import Follower, Followers
 from probemon.monitor.health import Health, run_health
 from probemon.monitor.lent_calls import LentCalls
 from probemon.monitor.publisher import Publisher, changed_within
@@ -115,6 +115,8 @@ class MonitorRun:
         deployment: DeploymentFile | None = None,
         source: Callable[..., TokenSource] = Watcher,
     ) -> None:
+        if isinstance(tokenizer, (list, tuple, Follower)):
+            raise ConfigError(f"tokenizer is a {type(tokenizer).__name__}: give followers as followers=[...]")
         if source is Watcher:
             wrapped, model = model, unwrap(model)
             needs_its_wrapper(wrapped, model)  # raises if an adapter would have no effect
@@ -124,6 +126,7 @@ class MonitorRun:
         self.manager, self.model, self.tokenizer, self.deployment = manager, model, tokenizer, deployment
         self.options, self.gaps = options, deque[Gap](maxlen=MAX_KEPT)
         self._failures, self._entered, self._calls = Failures(), False, LentCalls()
+        self._beginning: list[list[Follower]] = []  # what those that begin now have added
         self._followers, self._begun = Followers(self._failures), list[Follower]()
         self._watches = Watches(manager)
         # Hooks hold the objects below but never this run, so a dropped run can be collected.
@@ -204,13 +207,13 @@ class MonitorRun:
     def add_rules(self, rules: Sequence[Rule]) -> None:
         """Add rules: see `on`."""
         self._check_not_ended("a rule")
-        self._check_rules(rules)
-        self._watches.add(rules, count=bool(self._publisher.tokens))
+        with self._preparing(rules):
+            self._watches.add(rules, count=bool(self._publisher.tokens))
 
-    def _check_rules(self, rules: Sequence[Rule]) -> None:
-        """Raise `ConfigError` for unsupported actions; add deciders."""
+    def _preparing(self, rules: Sequence[Rule]) -> AbstractContextManager[None]:
+        """Add deciders for a block that adds the rules. Raises `ConfigError` for unsupported actions."""
         check_asked(rules, self.tokenizer, self.options.keep_tokens)
-        self._publisher.prepare(rules)
+        return self._publisher.preparing(rules)
 
     def hold_to(
         self,
@@ -222,10 +225,10 @@ class MonitorRun:
         count: bool = False,
     ) -> None:
         """Apply a deployment's rules, `always_on` and `exclude`. `count`: as a new state. Raises as `update`."""
-        self._check_rules(rules)
-        self._watches.change(
-            of_file=rules, always_on=always_on, exclude=exclude, deployment=deployment.sha256, count=count
-        )
+        with self._preparing(rules):
+            self._watches.change(
+                of_file=rules, always_on=always_on, exclude=exclude, deployment=deployment.sha256, count=count
+            )
         self.deployment = deployment
 
     def update(
@@ -251,10 +254,10 @@ class MonitorRun:
         change = Change.of(self.manager, self.deployment, deployment, rules, always_on, exclude)
         if change.rules is not None:
             change = replace(change, rules=self._lending(change.rules))
-        self._check_rules(change.new_rules)
         if self._watcher.running_beams:
             check_beams(change.new_rules)
-        number = change.make(self._watches)
+        with self._preparing(change.new_rules):
+            number = change.make(self._watches)
         self.deployment = change.deployment or self.deployment
         return number
 
@@ -291,24 +294,24 @@ class MonitorRun:
                 f"{type(added).__name__} reads hidden states at further sites, and those are tapped when a run is made:"
                 " give it to attach(followers=[...])"
             )
-        if self._watcher.open:
-            self._begin(added)  # may raise
-        self._followers.add(added, sink=isinstance(added, Delivery))
+        helpers = self._begin(added) if self._watcher.open else []  # may raise
+        if self._beginning:
+            self._beginning[-1] += [added, *helpers]
+        else:
+            self._followers.add(added, sink=isinstance(added, Delivery))
+            self._add_after(added, helpers)
         return added
 
+    def _add_after(self, follower: Follower, helpers: Sequence[Follower]) -> None:
+        """Add what a follower added when it began, directly after it."""
+        for helper in helpers:
+            self._followers.add(helper, sink=isinstance(helper, Delivery), after=follower)
+            follower = helper
+
     def _as_follower(self, candidate: Any) -> Follower:
-        if isinstance(candidate, Follower):
-            return candidate
-        if is_sink(candidate):
-            if any(isinstance(one, Delivery) and one.sink is candidate for one in self._followers):
-                raise ConfigError(f"this {type(candidate).__name__} was added before: a sink receives one run, once")
-            return Delivery(candidate)
-        if callable(candidate) and not isinstance(candidate, type):
-            return Listener(self._calls.lend(candidate))
-        raise ConfigError(
-            f"{candidate!r:.80} cannot follow a run: give a Follower, a sink (with open, write and close) or a callable"
-            " that takes (placed, scores)"
-        )
+        if any(isinstance(one, Delivery) and one.sink is candidate for one in self._followers):
+            raise ConfigError(f"this {type(candidate).__name__} was added before: a sink receives one run, once")
+        return as_follower(candidate, self._calls.lend)
 
     def _sites_of(self, follower: Follower) -> list[str | Site]:
         """Return further sites of a new follower."""
@@ -316,9 +319,15 @@ class MonitorRun:
             raise ConfigError(f"this {type(follower).__name__} follows this run already: give it once")
         return list(follower.attaching(self))
 
-    def _begin(self, follower: Follower) -> None:
-        follower.began(self)
+    def _begin(self, follower: Follower) -> list[Follower]:
+        """Call `began`; return the followers that it added."""
+        self._beginning.append([])
+        try:
+            follower.began(self)
+        finally:
+            helpers = self._beginning.pop()
         self._begun.append(follower)
+        return helpers
 
     @property
     def guard(self) -> Guard:
@@ -328,7 +337,7 @@ class MonitorRun:
     @property
     def followers(self) -> list[Follower]:
         """Return the followers in calling order."""
-        return list(self._followers)
+        return [one for one in self._followers if not isinstance(one, _KeptGaps)]
 
     def follower(self, kind: type[F]) -> F | None:
         """Return the first follower of a class, or None."""
@@ -476,7 +485,7 @@ class MonitorRun:
                 if self.deployment is not None:
                     self.hold_to(self.deployment, self.deployment.rules(self.manager.pack))
                 for follower in list(self._followers):
-                    self._begin(follower)
+                    self._add_after(follower, self._begin(follower))
             except BaseException:
                 for begun in self._begun:
                     self._failures.call(begun.kind, begun.finish, True)

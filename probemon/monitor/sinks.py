@@ -33,16 +33,16 @@ from probemon.util.files import replace_file
 
 
 class Sink(Protocol):
-    """Receives scores, in one thread. After an error only `close` is called.
+    """Receives scores. One thread calls all methods; after an error of `open` or `write` only `close` is called.
 
-    Optional attribute `lost`: an error loses earlier tokens, too.
+    Optional attribute `lost`: True if, after an error, all tokens that it took are lost. They then count as dropped.
     """
 
     def open(self, concepts: Sequence[str]) -> None:
-        """Begin. `concepts`: ids by probe number."""
+        """Begin, before the first tokens. `concepts`: ids by probe number."""
 
     def write(self, batch: TokenBatch) -> None:
-        """Take tokens of one generation."""
+        """Take tokens of one generation, in the order of scoring."""
 
     def close(self) -> None:
         """Finish; harmless if not open."""

@@ -96,7 +96,10 @@ class Watches:
         return NAMES[self.now.degradation]
 
     def shed_to(self, degradation: int) -> None:
-        """Degrade from now on, as far as possible."""
+        """Leave out what level `degradation` leaves out, for the tokens from now on.
+
+        If what is watched does not have that level, the nearest milder one applies.
+        """
         with self._lock:
             self.asked_degradation = degradation
             self.now = self._degraded()

@@ -88,6 +88,9 @@ class PackDiff:
 def pack_diff(a: ProbePack, b: ProbePack) -> PackDiff:
     """Compare two packs concept by concept; different shapes are widened to a common one.
 
+    Scores are equal if weights, inputs, softmax groups, score rule and, with the path rule, parents are. What follows
+    from scores also depends on thresholds, score counts, familiar states and recommended settings.
+
     Raises `PackError` if only one is int8, or hidden sizes differ.
     """
     sizes = [check_pack(pack).architecture.hidden_size for pack in (a, b)]

@@ -135,9 +135,12 @@ def subset(
     name: str | None = None,
     overwrite: bool = False,
 ) -> ProbePack:
-    """Write a pack of some concepts, with all `above` and `below` them, and softmax groups.
+    """Write a pack of some concepts, by id, name or pattern, with all `above` and `below` them and the other members of
+    their softmax groups.
 
-    Without `above`, concepts may become roots, which the path rule refuses. Raises `UnknownConcept`, `PackError`.
+    Thresholds stay, so each concept is opened by the same parents as in the whole pack. Without `above`, a concept
+    whose parents are left out becomes a root. Its score would change in a pack with the path rule, which is refused.
+    Raises `UnknownConcept`, `PackError`.
     """
     check_target(path, overwrite)
     pack = check_pack(pack)

@@ -203,7 +203,7 @@ Packs = PackOrName | PackGroup | Sequence[PackOrName] | Mapping[str, PackOrName]
 
 
 def one_or_several(packs: Packs) -> AnyPack:
-    """Return a pack or group as it is, several packs as a group; opens names."""
+    """Return a pack or a group as it is, several packs as a group. Opens folders and names on the hub."""
     opened = _opened(packs)
     if isinstance(opened, (ProbePack, PackGroup)):
         return opened

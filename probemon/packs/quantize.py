@@ -45,8 +45,8 @@ def quantize_weights(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def quantize(pack: ProbePack, path: str | Path, *, overwrite: bool = False) -> ProbePack:
     """Write the int8 copy of a pack and open it.
 
-    `quality.int8` of its manifest: score errors and changed fires on golden (else random) `states`. Raises
-    `ConfigError`, `PackError`.
+    Its manifest states under `quality.int8` how far scores moved and how many firing (state, probe) pairs changed, on
+    the pack's golden states, or on random ones if it has none (`states`). Raises `ConfigError`, `PackError`.
     """
     pack = check_pack(pack)
     if pack.dtype == torch.int8:

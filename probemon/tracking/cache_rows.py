@@ -116,7 +116,9 @@ class CacheRows:
 
 @dataclass(frozen=True, eq=False)
 class CacheState:
-    """The tensors of a cache without accessible keys and values."""
+    """All tensors of a cache without accessible keys and values (of recurrent or quantised layers), and their write
+    counts. They show only whether the cache is untouched: its content cannot be compared later.
+    """
 
     tensors: tuple[Tensor, ...]
     writes: tuple[tuple[int, int], ...]

@@ -79,6 +79,11 @@ class Generation:
     asked_of_prompt: bool = False
     beside: Sequence[Generation] = ()
 
+    def asks_of_prompt(self) -> bool:
+        """True once: when rules are first asked of the prompt."""
+        is_first, self.asked_of_prompt = not self.asked_of_prompt, True
+        return is_first
+
     def join(self, followed: list[Generation]) -> None:
         """Register with the other runs that follow this generation."""
         self.beside = followed

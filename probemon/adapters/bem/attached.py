@@ -225,16 +225,16 @@ class Bem(nn.Module):
         return {"config": asdict(self.config), "fallback": repr(self.fallback)}
 
     def save_pretrained(self, folder: str | Path) -> None:
-        """Write `bem.json` and `bem.safetensors`, each atomically.
+        """Write `bem.json` and `bem.safetensors` into a folder, each atomically.
 
-        Raises `BemError` for parameters that are not finite, or of 8 bits but not int8.
+        Raises `BemError` for parameters that are not finite, or of 8 bits but not int8; files in the folder then stay.
         """
         check_kept(self.state_dict())
         write_saved(Path(folder), self.config, self.host, self.sites, self.state_dict())
 
     @classmethod
     def from_pretrained(cls, model: Any, folder: str | Path, *, strict: bool = False, **how: Any) -> Bem:
-        """Attach what `save_pretrained` wrote. Raises as `attach_bem`."""
+        """Attach what `save_pretrained` wrote. Raises `BemFileError`, `ModelMismatch`, and as `attach_bem`."""
         saved = read_saved(Path(folder))
         check_host(saved, unwrap(model), strict=strict)
         bem = cls(model, saved.config, **how)
@@ -254,7 +254,10 @@ class Bem(nn.Module):
         return bem.attach()
 
     def state(self, cache: Cache) -> ControllerState | None:
-        """Return a copy of the controller's state for a cache, or None. Raises `BemStateError` unless it is one."""
+        """Return a copy of the controller's state for a cache, None if it never saw the cache.
+
+        Raises `BemStateError` if `cache` is not a cache.
+        """
         _check_cache(cache)
         stored = self._states.get(cache)
         if stored is None:

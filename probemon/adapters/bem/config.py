@@ -40,6 +40,7 @@ class BemConfig:
     `sites`: kinds of linear layers; "q", "k" and "v" take chunk codes.
     `layers`: with updates; None: all from `read_layer` on.
     `read_layer`: whose input the controller reads.
+    `width`: of the controller's features.
     `prefix_tokens`: a multiple of `chunk_tokens`.
     `ema`: weight of the previous chunk's code.
     `max_norm`: of a code without its confidence.
@@ -53,8 +54,10 @@ class BemConfig:
     `spectral_cap`: on singular values of updates.
     `trust_region`: on the Frobenius norm over all sites.
     `dropout`: of an update's input.
-    `sparse_eps`: without gradients, skip updates of at most this Frobenius norm; outputs change by at most this times
-    their input's norm.
+    `sparse_eps`: in forwards without gradients, updates of at most this Frobenius norm after the limits are skipped,
+    for each token and site. Outputs then differ by at most `sparse_eps` times the norm of their input (for "film": of
+    the output with a 1 appended). None: compute all.
+    `seed`: of the initial parameters.
     """
 
     form: str = "low_rank"

@@ -48,9 +48,10 @@ class Int8Update(nn.Module):
 
 
 def quantize(bem: Bem) -> Bem:
-    """Return an int8 copy of an adapter, not attached, with its own states and counts.
+    """Return a copy of an adapter with int8 U and V, for the same model, not attached, and enabled.
 
-    Raises `MissingExtra`, `ConfigError`; `BemError` if it is not low_rank, or int8 already.
+    Controller, learned levels, frozen parameters, `impl`, fallback policy and checkpointing are the same; states and
+    counts are separate. Raises `MissingExtra`, `ConfigError`; `BemError` if it is not low_rank, or int8 already.
     """
     from probemon.adapters.bem.attached import Bem  # imports this file
 

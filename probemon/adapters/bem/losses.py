@@ -262,9 +262,11 @@ def real_tokens(batch: Batch) -> Tensor:
 
 
 def next_labels(host: nn.Module, batch: Batch) -> Tensor:
-    """Return the next column's label (default: token) for each column but the last `[B, T - 1]`.
+    """Return the label to predict at each column but the last, `[B, T - 1]`: the next column's, or its token if the
+    batch has no labels.
 
-    -100 if either is padding, or the next begins a packed sequence. Raises `UnsupportedDecoding`.
+    It is -100 if either column is padding, or if the next one begins a packed sequence. Raises `UnsupportedDecoding`
+    if the model with an adapter refuses the packing.
     """
     labels, real = batch["input_ids"] if batch.get("labels") is None else batch["labels"], real_tokens(batch)
     predicted = real[:, 1:] & real[:, :-1]

@@ -92,7 +92,11 @@ class SlotMemory(nn.Module):
         return (values.float() - recalled).square().sum(-1) / values.float().square().sum(-1).clamp_min(1e-12)
 
     def chosen(self, gates: Tensor) -> Tensor:
-        """Return the allowed writes `[B]`; `gates [B, K + 1]`: the K largest, then the segment's sum."""
+        """Return how many of a segment's strongest tokens may be written, `[B]`, at most K.
+
+        `gates [B, K + 1]`: the K largest, descending, then the sum over the segment. With `adaptive_mass` under 1 it
+        is the smallest number of tokens whose gates add up to that share of the sum.
+        """
         most = gates.shape[1] - 1
         if self.shape.adaptive_mass >= 1:
             return torch.full(gates.shape[:1], most, device=gates.device)

@@ -4,7 +4,7 @@
     model.generate(ids)                             # every mode that removes no token
     model.get_memory_stats()
 
-It is trained in minutes, to be watched.
+A model to watch, small enough to be trained in minutes. It claims no quality as a language model.
 """
 
 from __future__ import annotations
@@ -236,7 +236,7 @@ class LtmModel(LtmPreTrainedModel):
 
 
 class LtmForCausalLM(LtmPreTrainedModel, GenerationMixin):
-    """The decoder with a language-model head."""
+    """`LtmModel` with a language-model head."""
 
     def __init__(self, config: LtmConfig) -> None:
         super().__init__(config)

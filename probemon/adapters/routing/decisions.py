@@ -155,7 +155,7 @@ class History:
         self._code: Singles | None = None
 
     def forget(self, rows: Ints) -> None:
-        """Forget rows with unseen tokens."""
+        """Forget the newest tokens of rows in which tokens were unseen: the next ones have no previous token."""
         self._top[rows] = -1
         self._chunk[rows] = -1
 
@@ -207,5 +207,5 @@ def norms(raw: Singles) -> Numbers:
 
 
 def largest(values: npt.NDArray[np.floating], k: int) -> Ints:
-    """Indices `[..., k]` of the largest values, descending; ties to the lower index."""
+    """Return the indices `[..., k]` of the largest values, largest first; of equal ones the lower index first."""
     return np.argsort(-values, axis=-1, kind="stable")[..., :k].astype(np.int64)

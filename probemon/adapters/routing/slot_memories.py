@@ -92,7 +92,13 @@ class SlotMemories:
 
 
 class NewestReads:
-    """Memory reads at the newest batch of each recording."""
+    """Memory reads at the newest batch of each recording, for code that records its scores.
+
+    newest = NewestReads(sources)                   # of `find_sources`; only memories count
+    newest.begin(recording, first, n)               # a batch of n tokens, whose entries begin at `first`
+    newest.keep(recording, number, part, placed, decisions)     # of source `number`, about its tokens `part`
+    newest.of(recording, first, n)                  # MemoryReads; None if no source is a memory
+    """
 
     def __init__(self, sources: Sequence[Any]) -> None:
         self._memories = {number: source for number, source in enumerate(sources) if source.kind == SLOTS}
@@ -101,7 +107,7 @@ class NewestReads:
         self._batches: weakref.WeakKeyDictionary[Recording, _Batch] = weakref.WeakKeyDictionary()
 
     def begin(self, recording: Recording, first: int, n: int) -> None:
-        """Start a batch."""
+        """Start a batch and forget the previous one."""
         if self._memories:
             self._batches[recording] = _Batch(first, n)
 

@@ -257,10 +257,10 @@ class WatchAnswer:
         if n_mute < pack.n_probes:
             by = f"by its set {pack.alert_set}" if pack.alert_set else "which the pack's card describes"
             levels = any(concept.get("alert_threshold_of") == "its level" for concept in pack.concepts)
-            of = "what it (a rare one: its level) fires at" if levels else "what it fires at"
+            rare = "; for a rare concept, that of its level" if levels else ""
             lines.append(
-                f'A concept shown is over its alert threshold, {by}. "right": how much of {of} was right on the text'
-                " that the pack was calibrated on."
+                f'A concept shown is over its alert threshold, {by}. "right": share of its fires that were right on'
+                f" the calibration text{rare}."
                 if not np.isnan([pack.precision(probe) for probe in range(pack.n_probes)]).all()
                 else f"A concept shown is over its alert threshold, {by}; false alarms are expected, at the rate that"
                 " the card states."

@@ -51,7 +51,11 @@ def check_device(device: str | torch.device) -> torch.device:
 
 
 def choose_impl(device: torch.device, dtype: torch.dtype) -> tuple[str, str]:
-    """Return the implementation for `dtype` on `device`, and why; never measured, so that scores are reproducible."""
+    """Return the implementation for weights of `dtype` on `device`, and why: triton on a GPU, numba on a CPU.
+
+    It depends on what is installed, never on a measurement: implementations differ in the last bits of a score, and
+    two runs of one program must not.
+    """
     if device.type == "cuda":
         return "triton", "the weights are on a GPU"
     if device.type != "cpu":

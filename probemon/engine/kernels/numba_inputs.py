@@ -15,6 +15,7 @@ from torch import Tensor
 from probemon.core.inputs import TINY, FarTerms, check_norm, check_states
 from probemon.core.probes import InputSpec
 from probemon.engine.kernels.numba_cached import compiled
+from probemon.errors import ConfigError
 
 Array = npt.NDArray[Any]
 _NO_TERMS = FarTerms(np.empty(0), np.empty((0, 0), np.float32), 0.0)
@@ -35,6 +36,8 @@ def prepare_few(
     """Prepare in bf16 or fp32; also return largest values `[N]` (None if one is not finite), and with `terms` which
     states are far, `[N]` int64.
     """
+    if dtype not in (torch.bfloat16, torch.float32):
+        raise ConfigError(f"inputs are prepared in bfloat16 or float32, not {dtype}")
     x, mean = _squared(hidden, spec)
     rounds, is_tiny = dtype == torch.bfloat16, spec.eps < TINY
     values, largest, far, finite = _prepared(

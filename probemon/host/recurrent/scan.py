@@ -72,7 +72,10 @@ def effective_length(log_decay: Tensor, before: Tensor | float = 0.0) -> Tensor:
 
 
 def half_life(log_decay: Tensor) -> Tensor:
-    """Return the half-life of a state in tokens, from the mean log decay."""
+    """Return the half-life of a state in tokens, from the mean log decay.
+
+    The mean of the decays themselves would be too high: the few tokens that forget nothing dominate it.
+    """
     return math.log(2) / -log_decay.mean(dim=0)
 
 

@@ -150,7 +150,10 @@ def precision_thresholds(
 
 
 def _tried(ends: Ints, group_index: Ints, precision: float) -> Ints:
-    """Return the places in `ends` to try: as many as could pass if all labels were correct."""
+    """Return the places in `ends`, of tokens in the order of their scores, after which a threshold is tried.
+
+    They are chosen without the labels: as many as possible, if each would pass with every token over it right.
+    """
     if not len(ends):
         return ends
     fires = np.geomspace(1, ends[-1] + 1, _LOOKED).round().astype(np.int64)

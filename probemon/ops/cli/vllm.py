@@ -67,7 +67,7 @@ def serve(
     from probemon.ops.server.limits import Limits
     from probemon.ops.server.served import check_serves, served_name
     from probemon.ops.vllm.client import VllmClient
-    from probemon.ops.vllm.metrics import EngineRun, process_metrics
+    from probemon.ops.vllm.engine_run import process_metrics
     from probemon.ops.vllm.routes import SERVED, ServedEngine
 
     checked_deployment, _ = open_deployment(deployment)
@@ -81,7 +81,7 @@ def serve(
         token = None if no_token else secrets.token_urlsafe(_TOKEN_BYTES)
         metrics = process_metrics(checked_deployment, client.manager.pack)
         if metrics is not None:
-            EngineRun(client).follow_with(metrics)
+            client.run.follow(metrics)
         address = f"http://{f'[{host}]' if ':' in host else host}:{port}/"
         key_note = "" if token is None else f" with the API key {token}"
         ready = partial(say, f"probemon: vLLM serves at {address}v1{key_note}; health at {address}probemon/readyz")

@@ -20,7 +20,15 @@ from typing import Any
 
 from probemon.core.concept_names import MOST_NAMED, Wanted
 from probemon.engine.scorer import Scorer
-from probemon.errors import ConfigError, DeploymentError, ModelMismatch, ProbemonError, UnknownConcept, closest
+from probemon.errors import (
+    ConfigError,
+    DeploymentError,
+    ModelMismatch,
+    ProbemonError,
+    RuleError,
+    UnknownConcept,
+    closest,
+)
 from probemon.host.compatibility import check_host
 from probemon.host.fingerprint import fingerprint
 from probemon.monitor.breaker import Breaker
@@ -322,7 +330,10 @@ class Deployment:
         except DeploymentError:
             raise
         except (ProbemonError, OSError) as error:
-            raise self._error(steps, str(error)) from error
+            field = error.field if isinstance(error, RuleError) else ""
+            field = "concepts" if field == "concept" else field
+            named = field and field in self.content["rules"][steps[-1]]
+            raise self._error([*steps, field] if named else steps, str(error)) from error
 
 
 def _escalate(judge: Mapping[str, Any]) -> Escalate:

@@ -120,7 +120,7 @@ class Answering(StoppingCriteria):
             served.manager.attach(
                 served.model,
                 served.tokenizer,
-                [] if served.budget is None else [served.budget],
+                [*([] if served.budget is None else [served.budget]), *served.followers],
                 one_thread=True,
                 # Unseen tokens end the answer, unless a deployment's rules decide.
                 on_gap="report" if held.rules else "raise",

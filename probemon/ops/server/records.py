@@ -63,7 +63,7 @@ class Records:
             record.n_bytes += n_bytes
 
     def add_text(self, record: Record, choice: dict[str, Any], text: str) -> None:
-        """Append to an answer's text."""
+        """Append `text` to the answer of `choice`."""
         with self._lock:
             choice["text"] += text
             record.n_bytes += len(text)

@@ -336,7 +336,8 @@ def _watch(value: Any, limits: Limits) -> RequestedWatch:
 def _rule(param: str, value: Any) -> RuleSpec:
     settings = dict(_object(param, value))
     _check_names(param, settings, _RULE)
-    action = settings.pop("action", None) or "record"
+    action = settings.pop("action", None)
+    action = "record" if action is None else action
     if action not in ("stop", "record"):
         raise RequestRefused(f"{param}.action is {shown(action)}: give 'stop' or 'record'", f"{param}.action")
     texts = [
@@ -349,6 +350,9 @@ def _rule(param: str, value: Any) -> RuleSpec:
                 _name(name, text)
         if not isinstance(settings.get("concept", ""), str):
             check_text("concept", settings["concept"])
+        if isinstance(settings.get("all_of"), list):
+            for one in settings["all_of"]:
+                check_text("all_of", one)
         return RuleSpec.from_dict(settings, action=action, on_blind="pass")
     except ConfigError as error:
         field = getattr(error, "field", "") or str(error).split(" ")[0]

@@ -17,11 +17,12 @@ import numpy as np
 from transformers.generation.configuration_utils import GenerationMode
 
 from probemon.core.hierarchy import Mask
-from probemon.errors import ArenaFull, ChatRefused, ConfigError, RequestRefused, UnknownConcept
+from probemon.errors import ArenaFull, ChatRefused, ConfigError, RequestRefused, RuleError, UnknownConcept
 from probemon.host.chat_template import render
 from probemon.host.text_tokens import ids_of
 from probemon.manager import DynamicProbeManager
 from probemon.monitor.breaker import Circuit
+from probemon.monitor.followers import Follower
 from probemon.monitor.rule_spec import RuleSpec
 from probemon.ops.budget import Budget
 from probemon.ops.deployment.deployment import Deployment
@@ -69,7 +70,8 @@ class Prepared:
 class Served:
     """A model that is served. Thread-safe. Raises `ConfigError`, `ModelMismatch`.
 
-    `deployment`: its rules apply to every request.
+    - `deployment`: its rules apply to every request
+    - `followers`: each follows every answer, one after another, so it has to allow several runs
     """
 
     def __init__(
@@ -80,7 +82,9 @@ class Served:
         manager: DynamicProbeManager,
         limits: Limits,
         deployment: Deployment | None = None,
+        followers: Sequence[Follower] = (),
     ) -> None:
+        self.followers = tuple(followers)
         self.name, self.model, self.tokenizer, self.manager, self.limits = name, model, tokenizer, manager, limits
         check_mode(model)
         self.holding = Holding(manager, tokenizer, deployment)
@@ -212,6 +216,8 @@ class Served:
 def _refused(param: str, ask: Callable[[], Any]) -> Any:
     try:
         return ask()
+    except RuleError as error:
+        raise RequestRefused(f"{param}.{error}", f"{param}.{error.field}" if error.field else param) from error
     except (UnknownConcept, ConfigError, ArenaFull) as error:
         raise RequestRefused(f"{param}: {error}", param) from error
 

@@ -35,6 +35,7 @@ from probemon.monitor.rules import Event
 from probemon.ops.deployment.deployment import Deployment
 from probemon.ops.judges.escalation import Escalate
 from probemon.ops.vllm.client_health import client_health
+from probemon.ops.vllm.engine_run import EngineRun, ends_row
 from probemon.ops.vllm.event_fields import event_of
 from probemon.ops.vllm.messages import (
     CHANNEL_VARIABLE,
@@ -55,7 +56,7 @@ from probemon.ops.vllm.watched import check_rules, watched_sha256
 from probemon.tracking.recording import RecordedTokens
 from probemon.util.checks import check_choice, check_count
 
-Listener = Callable[[Message], object]
+Reader = Callable[[Message], object]
 FIXED_NAMES = "VLLM_DISABLE_REQUEST_ID_RANDOMIZATION"
 STOP_ROWS = "probemon.ops.vllm.stop:StopRows"
 IN_STEP, ABORT, TOLD = STOPS = ("in_step", "abort", "told")
@@ -71,6 +72,7 @@ class VllmClient:
       speculation; "told" only reports
     - `keep_requests`: ended ones that keep their scores; None: all
     - `high_water_mark`: messages that may wait; further ones are dropped
+    - `followers`: as those of `attach`, called in the receiving thread; hidden states stay in the worker
 
     Raises `DeploymentError`, `PackError`, `ConfigError`, `MissingExtra`.
     """
@@ -86,6 +88,7 @@ class VllmClient:
         canary: str = "weights",
         keep_requests: int | None = None,
         high_water_mark: int = 10_000,
+        followers: Sequence[Any] = (),
     ) -> None:
         self.stops = check_choice("stops", stops, STOPS)
         if keep_requests is not None:
@@ -119,8 +122,9 @@ class VllmClient:
         self._logs: OrderedDict[str, RequestLog] = OrderedDict()  # by vLLM's ids, oldest first
         self._by_name: dict[str, list[str]] = {}
         self._over: deque[str] = deque()
-        self._listeners: list[Listener] = []
+        self._readers: list[Reader] = []
         self._changed = threading.Condition()
+        self.run = EngineRun(self, followers)
         self.receiver = Receiver(self._take, high_water_mark)
 
     def __enter__(self) -> VllmClient:
@@ -132,8 +136,9 @@ class VllmClient:
         self.close()
 
     def close(self) -> None:
-        """Receive nothing more."""
+        """Receive nothing more; end the followers."""
         self.receiver.close()
+        self.run.close()
 
     # -- the engine ------------------------------------------------------------------------------
 
@@ -185,16 +190,19 @@ class VllmClient:
             if isinstance(message, RuleMet) and ends_row(message):
                 loop.call_soon_threadsafe(begin, message.event["request"])
 
-        self.listen(aborting)
+        self.add_reader(aborting)
 
     @property
     def events(self) -> list[Event]:
         """The newest 1,000 events."""
         return [event for event, _ in list(self.actions)]
 
-    def listen(self, listener: Listener) -> None:
-        """Call `listener(message)` for new messages, in the receiving thread."""
-        self._listeners.append(listener)
+    def add_reader(self, reader: Reader) -> None:
+        """Call `reader(message)` for new messages, in the receiving thread: for routes, which pass on raw messages.
+
+        Your own code is a follower.
+        """
+        self._readers.append(reader)
 
     # -- what came -------------------------------------------------------------------------------
 
@@ -281,8 +289,9 @@ class VllmClient:
             self._n_lost_before = self.receiver.n_lost
             self._changed.notify_all()
         self.check()
-        for listener in self._listeners:
-            self.failures.call("a listener", listener, message)
+        self.run.hear(message)
+        for reader in self._readers:
+            self.failures.call("a reader of messages", reader, message)
 
     def _begin(self, message: Hello) -> None:
         """End all requests of the previous engine."""
@@ -411,12 +420,6 @@ def _opened(
         manager = DynamicProbeManager(pack, **deployment.settings)
     manager.deployment = deployment
     return manager, rules
-
-
-def ends_row(message: RuleMet) -> bool:
-    """True if a rule or its judge ends the sequence."""
-    verdict = message.event.get("verdict") or {}
-    return message.action == "stop" or verdict.get("ruling") == "stop"
 
 
 def host_of(hello: Hello) -> ModelState:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 def client_health(client: VllmClient) -> Health:
     """Return it from the messages so far."""
-    return Health((_worker(client), _channel(client), _tokens(client), _callbacks(client)))
+    return Health((_worker(client), _channel(client), _tokens(client), _callbacks(client), *client.run.checks()))
 
 
 def _worker(client: VllmClient) -> Check:
@@ -62,7 +62,7 @@ def _tokens(client: VllmClient) -> Check:
 def _callbacks(client: VllmClient) -> Check:
     failures = client.failures
     if not failures.n_errors:
-        return Check("callbacks", OK, "no listener raised")
+        return Check("callbacks", OK, "no follower raised")
     first = failures.errors[0]
-    what = f"{failures.n_errors:,} times a listener raised, first {type(first).__name__}: {first}"
+    what = f"{failures.n_errors:,} times a follower raised, first {type(first).__name__}: {first}"
     return Check("callbacks", FAILED, what, "Mend what raised; client.failures has the errors.")

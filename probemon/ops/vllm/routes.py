@@ -90,7 +90,7 @@ class _Routes:
         self._told = Told(served.client.manager.pack, top_k=3, shown=None)
         self._ring = EventRing(served.limits)
         self._pack = json.dumps(about_pack(served.client.manager.pack, served.name), allow_nan=False).encode()
-        self._client.listen(self._publish)
+        self._client.add_reader(self._publish)
 
     def app(self) -> Starlette:
         return Starlette(

@@ -28,10 +28,10 @@ def document_interval(
 ) -> tuple[float, float]:
     """Return the BCa interval of `sum(sums) / sum(counts)` (Efron 1987), drawing whole documents.
 
-    `sums [N]`: each document's sum over tokens.
+    `sums [N]`: each document's sum over its tokens, such as of paired differences of losses.
     `counts [N]`: its tokens.
 
-    Raises `ConfigError`, `MissingExtra`.
+    If all documents have the same mean, the interval is that point. Raises `ConfigError`, `MissingExtra`.
     """
     check_share("confidence", confidence)
     document_sums, n = finite_numbers("sums", sums), finite_numbers("counts", counts)

@@ -1,6 +1,7 @@
 """A tiny random model and random packs for it; the tests check where scores go, not what they mean."""
 
 import os
+from pathlib import Path
 
 os.environ.setdefault("TRITON_INTERPRET", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -19,31 +20,39 @@ HIDDEN, LAYERS, PAD, EOS = 16, 3, 0, 2
 OLDEST = transformers.__version__.startswith("5.0.")
 
 
+SLOW = Path(__file__).with_name("slow_tests.txt")
 LONG = (
-    "test_pages",
-    "test_distributed",
-    "test_compatibility",
     "test_attach",
-    "test_benchmark",
-    "test_corpus",
-    "test_train",
-    "test_processes",
-    "test_actions",
     "test_triton",
-    "test_locked_down_start",
-    "test_bem_learning",
-    "test_bem_commands",
-    "test_fuzz",
-    "test_quiet",
+    "test_compatibility",
+    "test_pages",
+    "test_train",
     "test_abilities",
+    "test_corpus",
+    "test_bem_controller_triton",
+    "test_bem_cache",
+    "test_actions",
 )
 
 
-def pytest_collection_modifyitems(items):
-    """Files that take long come first: a worker takes a whole file, and none should begin a long one when the other has
-    nothing left.
+def pytest_addoption(parser):
+    parser.addoption("--slow", action="store_true", help="also run the tests that slow_tests.txt lists")
+
+
+def pytest_collection_modifyitems(config, items):
+    """Leave out slow tests, unless they are asked for. Long files come first: a worker takes a whole file, and none
+    should begin a long one when the other has nothing left.
     """
     items.sort(key=lambda item: LONG.index(item.path.stem) if item.path.stem in LONG else len(LONG))
+    if config.option.slow or any("::" in argument for argument in config.args):
+        return
+    slow = set(SLOW.read_text(encoding="utf-8").splitlines())
+    gone = slow - {item.nodeid for item in items}
+    files = {item.nodeid.partition("::")[0] for item in items}
+    if stale := sorted(one for one in gone if one.partition("::")[0] in files):
+        raise pytest.UsageError(f"{SLOW.name} lists tests that do not exist: {', '.join(stale)}")
+    config.hook.pytest_deselected(items=[item for item in items if item.nodeid in slow])
+    items[:] = [item for item in items if item.nodeid not in slow]
 
 
 @pytest.fixture(autouse=True)

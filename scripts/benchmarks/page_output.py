@@ -22,6 +22,7 @@ import re
 import shlex
 import sys
 import tempfile
+import time
 import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -162,7 +163,9 @@ def main_of_pages() -> int:
     bundled.load_bundled = functools.cache(bundled.load_bundled)
     differing = 0
     for name in arguments.pages:
+        began = time.monotonic()
         old, new = (ROOT / name).read_text(encoding="utf-8"), renewed(name)
+        print(f"{name}: {time.monotonic() - began:.0f} s", file=sys.stderr)
         if not alike(old, new):
             differing += 1
             changes = difflib.unified_diff(

@@ -62,7 +62,7 @@ def test_tree_shows_level_threshold_precision_and_definition_of_every_concept(mo
         ["same", "2", "0.500", "5"],
         ["same", "3", "0.750"],
         ["c", "1", "-", "beside", "b"],
-        ["same", "2", "0.500", "(what", "is", "below", "it", "stands", "above)"],
+        ["same", "2", "0.500", "(what", "is", "below", "it", "is", "listed", "above)"],
         ["lone", "0", "0.250"],
     ]
     lines = [line[:11] for line in out.splitlines()[2:]]

@@ -349,7 +349,7 @@ def test_quantize_accepts_the_option_its_error_advises(monkeypatch, capsys, tmp_
         ("analyze nowhere demo demo.jsonl --out new --floor 2", "floor is 2.0"),
         ("analyze nowhere demo demo.jsonl --out demo.jsonl", "demo.jsonl exists and has no analysis"),
         ("analyze nowhere demo demo.jsonl --out full", "full exists and has no analysis"),
-        ("analyze nowhere demo full --out full/new", "full/new lies in full"),
+        ("analyze nowhere demo full --out full/new", "full/new is in full"),
         ("analyze nowhere demo demo.jsonl --out new --audit-rate 2", "audit_rate is 2.0"),
         ("analyze nowhere demo demo.jsonl --out new --alert-set x", "no set of alert thresholds 'x'"),
         ("analyze nowhere demo missing.jsonl --out new --ray 2", "missing.jsonl is neither a file nor a folder"),

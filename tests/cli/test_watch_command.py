@@ -46,7 +46,7 @@ PROMPT = "Tell me about whales and the ships that hunted them."
 
 @pytest.fixture(scope="module")
 def demo():
-    return load_bundled(torch.bfloat16)
+    return load_bundled()
 
 
 @pytest.fixture

@@ -215,7 +215,7 @@ def test_norm_recipe_is_complete_only_with_triton(l2, monkeypatch):
     triton_pairs = pytest.importorskip("probemon.engine.kernels.triton_pairs")
     edit(monkeypatch, triton_pairs.normalise_triton, ('"rmsnorm")', '"rmsnorm", "l2")'))
     assert triton_pairs.normalise_triton(torch.empty(0, 3), "l2", 1e-6, torch.float32).shape == (0, 3)
-    assert l2 | {"engine/kernels/triton_pairs.py"} == named_by("norm of inputs") == named_by("A norm of inputs")
+    assert l2 | {"engine/kernels/triton_pairs.py"} == named_by("A norm of inputs") < named_by("norm of inputs")
 
 
 @pytest.mark.parametrize("recipe", ["A norm of inputs", "norm of inputs"])

@@ -11,8 +11,9 @@ from conftest import PAD
 from hears import hears
 from probemon import DynamicProbeManager
 from probemon.core.scores import PROMPT
-from probemon.errors import AlignmentError, ConceptRaised, ConfigError
-from probemon.monitor.followers import Follower
+from probemon.errors import AlignmentError, ConceptRaised, ConfigError, ProbemonError
+from probemon.monitor.followers import Decider, Follower
+from probemon.monitor.rules import AskedAction
 from probemon.ops.judges.escalation import Escalate
 
 GREEDY = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None, "pad_token_id": PAD}
@@ -148,3 +149,73 @@ def test_refused_follower_hears_nothing(model, pack):
             run.follow(diaries[1])
         model.generate(PROMPTS, attention_mask=MASK, **GREEDY)
     assert [diary.heard for diary in diaries] == [[], []] and not set(diaries) & set(run.followers)
+
+
+def test_followers_hear_after_judges_and_before_sinks_each_with_its_helper_behind_it(model, pack):
+    order = []
+
+    class Named(Follower):
+        def __init__(self, name, helper=None):
+            self.name, self.helper = name, helper
+
+        def began(self, run):
+            if self.helper is not None:
+                run.follow(self.helper)
+
+        def scored(self, batch, scores):
+            order.append(self.name)
+
+    class Sink:
+        open = close = lambda self, *_: None
+
+        def write(self, batch):
+            pass
+
+    sink = Sink()
+    with DynamicProbeManager(pack).attach(
+        model, followers=[sink, Named("a", Named("helper of a")), Named("b")], callback_errors="report"
+    ) as run:
+        run.follow(Named("c", Named("helper of c")))
+        run.on("c1", above=0.99, action=Escalate(lambda question: "pass", 20.0, "hold", "raise"))
+        model.generate(PROMPTS[1:], **{**GREEDY, "max_new_tokens": 1})
+        names = [getattr(one, "name", type(one).__name__) for one in run.followers]
+    assert order == ["a", "helper of a", "b", "c", "helper of c"]
+    assert names[0] not in order and names[1:] == [*order, "Delivery"]
+
+
+def test_error_of_a_check_or_a_judge_is_kept_and_ends_nothing(model, pack):
+    class Broken(Follower):
+        def check(self):
+            raise ValueError("no check")
+
+    class Undecided(AskedAction):
+        def decider(self, publisher):
+            return Unable()
+
+    class Unable(Decider):
+        def ask(self, action, event, generation):
+            raise ValueError("no judge")
+
+    expected = model.generate(PROMPTS, attention_mask=MASK, **GREEDY)
+    with DynamicProbeManager(pack).attach(model, followers=[Broken()], callback_errors="report") as run:
+        run.on("c1", above=0.0, action=Undecided())
+        out = model.generate(PROMPTS, attention_mask=MASK, **GREEDY)
+        [check] = [check for check in run.health().wrong if check.name == "followers"]
+    assert torch.equal(out, expected) and check.state == "failed" and "Broken.check() raised" in check.what
+    assert {str(error) for error in run.failures} == {"no check", "no judge"}
+
+
+def test_failed_update_leaves_the_followers_as_they_were(model, pack):
+    rule = {"concept": "c1", "above": 0.5, "action": Escalate(lambda question: "pass", 20.0, "hold", "raise")}
+    with DynamicProbeManager(pack).attach(model) as run:
+        with pytest.raises(ProbemonError):
+            run.update(rules=[rule], exclude=["c1"])
+        assert run.followers == []
+        run.update(rules=[rule])
+        assert len(run.followers) == 1
+        model.generate(PROMPTS, attention_mask=MASK, **GREEDY)
+
+
+def test_followers_in_the_place_of_the_tokenizer_are_refused(model, pack):
+    with pytest.raises(ConfigError, match=r"give followers as followers=\[...\]"):
+        DynamicProbeManager(pack).attach(model, [Diary()])

@@ -131,9 +131,13 @@ def test_probe_zero_is_named_by_its_number(manager):
 
 def test_rule_survives_json_and_matches_its_schema():
     spec = RuleSpec(all_of=["a", "b"], above=0.5, for_tokens=2, within="any", action="record", aggregate="mean")
-    told = json.loads(json.dumps(spec.to_dict()))
-    assert RuleSpec.from_dict(told) == dataclasses.replace(spec, all_of=("a", "b"))
-    jsonschema.validate(told, RuleSpec.schema())
+    fields = json.loads(json.dumps(spec.to_dict()))
+    assert RuleSpec.from_dict(fields) == dataclasses.replace(spec, all_of=("a", "b"))
+    jsonschema.validate(fields, RuleSpec.schema())
+    for name, value in {"action": print, "on_blind": print, "concept": re.compile("a")}.items():
+        with pytest.raises(RuleError, match="which JSON cannot hold") as caught:
+            RuleSpec(**{"concept": "a", name: value}).to_dict()
+        assert caught.value.field == name
     assert set(RuleSpec.schema()["properties"]) == set(FIELDS)
     assert set(schema()["properties"]["rules"]["items"]["properties"]) == {*FIELDS, "concepts", "judge"} - {"concept"}
 
@@ -142,7 +146,17 @@ def test_rule_survives_json_and_matches_its_schema():
     ("fields", "field", "said"),
     [
         ({}, "concept", "concept is missing"),
-        ({"concept": "a", "all_of": ["a", "b"]}, "concept", "concept is missing"),
+        ({"concept": "a", "all_of": ["a", "b"]}, "all_of", "both given"),
+        *[
+            ({"concept": concept}, "concept", "give an id, a name or a number")
+            for concept in ("", " ", [], ["a", None], 1.5, True, float("nan"), {}, b"a")
+        ],
+        ({"all_of": ["a", None]}, "all_of", "give an id, a name or a number"),
+        ({"all_of": np.array(["a", "b"])}, "all_of", "two concepts or more"),
+        ({"concept": "a", "aggregate": "z:last:" + "9" * 5000}, "aggregate", "too many"),
+        ({1: 2}, "1", "a rule has no 1"),
+        (None, "", "give a mapping"),
+        (["concept"], "", "give a mapping"),
         ({"all_of": ["a"]}, "all_of", "two concepts or more"),
         ({"all_of": "ab"}, "all_of", "two concepts or more"),
         ({"concept": "a", "within": "answers"}, "within", "'answer', 'prompt', 'any'"),
@@ -159,6 +173,18 @@ def test_invalid_rule_field_is_named(fields, field, said):
     with pytest.raises(RuleError, match=re.escape(said)) as caught:
         RuleSpec.from_dict(fields)
     assert caught.value.field == field and isinstance(caught.value, ConfigError)
+
+
+@pytest.mark.parametrize(
+    ("fields", "field"),
+    [({"alert_set": "none"}, "alert_set"), ({"rate": 0.0100000001}, "rate"), ({"aggregate": "mean"}, "above")],
+)
+def test_thresholds_that_a_pack_lacks_are_named_by_their_field(model, tmp_path, fields, field):
+    pack = make_pack(tmp_path / "pack", model, alert_set="usual", alert_sets={"rate_0.01": torch.full((40,), 0.25)})
+    assert RuleSpec("c1", rate=0.01).rules(pack)[0].above == 0.25
+    with pytest.raises(RuleError) as caught:
+        RuleSpec("c1", **fields).rules(pack)
+    assert caught.value.field == field
 
 
 def test_rule_fields_are_read_in_two_files_only():

@@ -556,5 +556,5 @@ def test_changes_after_the_end_of_a_run_are_refused(manager, model):
         "a follower": lambda: run.follow(print),
     }
     for what, give in given.items():
-        with pytest.raises(ConfigError, match=f"has ended, and {what}"):
+        with pytest.raises(ConfigError, match=f"has ended, so {what}"):
             give()

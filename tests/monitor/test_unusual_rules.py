@@ -257,7 +257,7 @@ def test_traffic_baseline_is_refused_for_beams_and_offline(counted):
         with pytest.raises(UnsupportedDecoding, match="last tokens of all traffic"):
             model.generate(PROMPT, num_beams=2, **GREEDY)
         out = model.generate(PROMPT, **GREEDY)
-        with pytest.raises(ConfigError, match="which a result does not know"):
+        with pytest.raises(ConfigError, match="which a result does not have"):
             run.result(out).aggregate("c9", "z:traffic:64")
     with pytest.raises(ConfigError, match="traffic is of the last tokens"):
         ZScore(traffic=True)

@@ -617,7 +617,7 @@ def test_folder_that_appears_during_the_check_is_not_called_a_file(two, tmp_path
     check_replaceable(tmp_path / "pack")
     for name, make in (("file", Path.touch), ("link", lambda path: path.symlink_to(two[0]))):
         make(tmp_path / name)
-        with pytest.raises(PackError, match=f"is a {name}, no pack"):
+        with pytest.raises(PackError, match=f"is a {name}, not a pack"):
             check_replaceable(tmp_path / name)
 
 

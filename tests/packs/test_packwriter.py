@@ -302,8 +302,8 @@ def test_only_a_pack_is_overwritten_and_other_files_survive(tmp_path, monkeypatc
     for name, words in (
         ("thesis", "thesis holds thesis.txt, which is not part of a pack and would be lost"),
         ("mixed", "mixed holds thesis.txt"),
-        ("file", "file is a file, no pack"),
-        ("link", "link is a link, no pack"),
+        ("file", "file is a file, not a pack"),
+        ("link", "link is a link, not a pack"),
         ("nowhere", "nowhere is a link"),
         ("damaged", "damaged is not a whole pack"),
         ("folder", "folder holds .cache|folder holds no pack"),

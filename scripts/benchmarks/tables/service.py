@@ -45,13 +45,13 @@ def serving(found: dict[str, Any]) -> list[str]:
     bars = {name: bar["found"] for name, bar in found["bars"].items()}
     pages, never = found["pages"]["reading"] + found["pages"]["never_reading"], found["pages"]["never_reading"]
     return [
-        "| what | found | bar |",
+        "| what | measured | target |",
         "|---|---|---|",
         f"| from the end of a token's forward to its event at a page, median | {1000 * bars['first_event_seconds']:.0f}"
         " ms | 20 ms |",
-        "| CPU time of all but the watched `generate()`, of what that takes |"
+        "| CPU time outside the watched `generate()`, as a share of the time inside it |"
         f" {100 * bars['added_share']:.1f} % | 2 % |",
-        f"| the same, that {pages} pages add, of which {never} never read |"
+        f"| the same, added by {pages} pages ({never} of them never read) |"
         f" {100 * bars['slowdown_share']:.1f} % | 3 % |",
         f"| memory that these pages take | {bars['growth_bytes'] / 2**20:.0f} MB | 20 MB |",
     ]

@@ -142,7 +142,7 @@ def test_chats_are_rendered_with_the_packs_chat_date(model, tmp_path):
     assert found.documents[0].text.startswith("<s>on thursday</s>") and found.documents[0].chat_date == "2024-02-29"
     other = make_pack(tmp_path / "b", model, provenance={"parents": [{"provenance": {"chat_date": "2024-03-01"}}]})
     both = DynamicProbeManager(PackGroup({"a": pack, "b": other}))
-    with pytest.raises(ConfigError, match="of different days, 2024-02-29 and 2024-03-01: say by which"):
+    with pytest.raises(ConfigError, match="of different days, 2024-02-29 and 2024-03-01: choose the day"):
         planned(both, model, tokenizer_of(DATED), [{"messages": CHAT}])
     assert planned(both, model, tokenizer_of(DATED), [{"messages": CHAT}], chat_date="2024-03-01").n_tokens
     assert planned(both, model, tokenizer_of(), [{"messages": CHAT}]).documents[0].chat_date == ""

@@ -537,7 +537,7 @@ def test_different_windows_are_refused_if_they_cut_a_document(both, tmp_path):
         if window is longer:  # no document is as long
             _check_same(both[0], other)
             continue
-        with pytest.raises(ConfigError, match=r"in other windows .* Analyze both corpora with the same window"):
+        with pytest.raises(ConfigError, match=r"in different windows .* Analyze both corpora with the same window"):
             compare(both[0], other)
 
 

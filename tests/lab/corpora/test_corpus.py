@@ -713,7 +713,7 @@ def test_floor_under_the_thresholds_finds_every_score_above_it(model, manager, t
 def test_analysis_is_not_written_into_its_input_folder(model, manager, tokenizer, tmp_path):
     (tmp_path / "in").mkdir()
     (tmp_path / "in" / "a.txt").write_text("abc")
-    with pytest.raises(ConfigError, match="lies in"):
+    with pytest.raises(ConfigError, match="whose files are read"):
         analyze(manager, model, tokenizer, tmp_path / "in", tmp_path / "in" / "out")
 
 

@@ -622,7 +622,7 @@ def test_tokens_without_offsets_and_documents_without_texts_are_listed(browser, 
     documents = [("d", "two words", [(-1, -1, {0: 0.5}), (-1, -1, {}), (-1, -1, {1: 0.6})], "")]
     page = browser.open(write_report(write_analysis(tmp_path / "a", documents, CONCEPTS)), "#doc=0")
     assert texts_of(page, "#text .whole") == ["two words"] and texts_of(page, "#text span") == ["0token 0", "2token 2"]
-    assert "does not say where" in page("document.getElementById('missing').textContent")
+    assert "does not give the places" in page("document.getElementById('missing').textContent")
     page.click("document.querySelectorAll('#text span')[1]")
     assert texts_of(page, "#token .name") == ["whale"]
     texts = [{"id": f"d{i}", "text": text} for i, text in enumerate(random_texts(30))]

@@ -292,7 +292,7 @@ def test_the_number_of_layers_is_kept_and_bounds_the_site(tmp_path, info):
     assert pack.manifest["host"] == {"model_id": None, "hidden_size": D, "n_layers": 2} and not report.notes
     for site in ("resid_post.2", "mlp_out.9999"):
         with pytest.raises(
-            ImportRefused, match=rf"its host has 2 layers \(num_layers\), 0 to 1: none is read at site '{site}'"
+            ImportRefused, match=rf"its model has 2 layers \(num_layers\), 0 to 1: none is read at site '{site}'"
         ):
             bring(tmp_path / "theirs", tmp_path / "no", site=site)
 

@@ -94,7 +94,7 @@ def demo(tmp_path_factory):
 
 
 def test_served_demo_answer_has_the_concepts_of_a_watched_run(demo):
-    model, tokenizer = load_bundled(torch.bfloat16)
+    model, tokenizer = load_bundled()
     inputs = encode(tokenizer, MESSAGES)
     torch.set_num_threads(1)
     with DynamicProbeManager(ProbePack.open("probes/wordnet-smollm2-135m")).attach(model, tokenizer) as run:

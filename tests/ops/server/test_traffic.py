@@ -388,7 +388,7 @@ def test_server_that_cannot_see_is_not_ready(served, monkeypatch):
     [
         ({"probemon": {"concepts": ["whale"]}}, "probemon.concepts[0]"),
         ({"probemon": {"rules": [{"concept": "whale", "above": 0.5}]}}, "probemon.rules[0]"),
-        ({"probemon": {"rules": [{"concept": "c1", "aggregate": "median"}]}}, "probemon.rules[0]"),
+        ({"probemon": {"rules": [{"concept": "c1", "aggregate": "median"}]}}, "probemon.rules[0].aggregate"),
         ({"probemon": {"rules": [{"concept": "*", "above": 0.5}] * 2}}, "probemon.rules"),
         ({"messages": [{"role": "user", "content": "a " * 200}]}, "messages"),
         ({"max_tokens": 40, "messages": [{"role": "user", "content": "a " * 70}]}, "messages"),

@@ -18,6 +18,8 @@ from test_engine_watch import HOST, SITES, states_of
 import grouped_packs
 from probemon.core.scores import GENERATED, PROMPT
 from probemon.errors import AlignmentError, ConfigError
+from probemon.monitor.followers import Follower
+from probemon.monitor.sinks import MemorySink
 from probemon.ops.vllm.channel import Channel
 from probemon.ops.vllm.client import ABORT, FIXED_NAMES, NOT_KNOWN, NOT_RUN, STOP_ROWS, VllmClient
 from probemon.ops.vllm.engine_watch import EngineWatch
@@ -125,6 +127,50 @@ def test_every_token_has_its_scores_or_the_reason_why_not(client, seed, drafts):
     assert client.result([output_of(engine, one) for one in engine.requests]).requests == tuple(
         name_of(one.name).rpartition("_")[2] for one in engine.requests
     )
+
+
+def test_followers_of_a_client_hear_what_its_results_have(folder):
+    heard, events, ended = {}, [], []
+
+    class Diary(Follower):
+        def began(self, run):
+            self.run = run
+
+        def scored(self, batch, scores):
+            assert {batch.placed.phase} <= {PROMPT, GENERATED}
+            for i, column in enumerate(batch.placed.columns.tolist()):
+                heard[batch.recording.request, column] = scores.take(np.array([i]))
+
+        def event(self, event, action):
+            events.append((event, action))
+
+        def ended(self, recording, error):
+            ended.append(recording.request)
+
+    class Broken(Follower):
+        def forward(self, time):
+            raise ValueError("broken")
+
+    diary, sink = Diary(), MemorySink()
+    engine = SimulatedEngine(random.Random(1))
+    with VllmClient(packs=[folder], cascade={"keep_top_k": 3}, followers=[sink, Broken(), diary]) as client:
+        serve(client, engine, [{"concept": "c0", "above": 0.1, "action": "record"}])
+        outputs = [output_of(engine, one) for one in engine.requests if one.begun]
+        results = [client.result(output) for output in outputs]
+        assert wait_for(lambda: len(ended) == len(engine.requests))
+        assert client.run.followers[1] is diary and diary.run is client.run
+        [check] = [check for check in client.health().checks if check.name == "callbacks"]
+    n_compared = 0
+    for request, result in zip([one for one in engine.requests if one.begun], results, strict=True):
+        for t in np.flatnonzero(result.coverage.seen).tolist():
+            scores = heard.pop((request.name, t))
+            assert np.array_equal(scores.active(0), result.scores.active(t))
+            assert np.array_equal(scores.active_scores(0), result.scores.active_scores(t))
+            n_compared += 1
+    assert n_compared > 20 and all(scores.coverage.unseen[0] for scores in heard.values())
+    assert [event for event, _ in events] == client.events and events
+    assert sum(len(batch) for batch in sink.batches) >= n_compared
+    assert check.state == "failed" and "ValueError: broken" in check.what
 
 
 def test_output_with_another_token_than_was_run_is_an_error(client):

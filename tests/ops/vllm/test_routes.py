@@ -22,9 +22,9 @@ from probemon.ops.server.server import all_names, make_server, open_socket
 from probemon.ops.vllm import installed
 from probemon.ops.vllm.channel import Channel
 from probemon.ops.vllm.client import VllmClient
+from probemon.ops.vllm.engine_run import process_metrics
 from probemon.ops.vllm.installed import check_vllm
 from probemon.ops.vllm.messages import CONFIG_KEY, RuleMet
-from probemon.ops.vllm.metrics import EngineRun, process_metrics
 from probemon.ops.vllm.remote import RemoteScores
 from probemon.ops.vllm.request_log import LOST
 from probemon.ops.vllm.routes import SERVED, Routes, ServedEngine
@@ -52,7 +52,7 @@ def file(tmp_path):
 def served(file):
     with VllmClient(file) as client:
         metrics = process_metrics(client.deployment, client.manager.pack)
-        EngineRun(client).follow_with(metrics)
+        client.run.follow(metrics)
         ready, sock = threading.Event(), open_socket("127.0.0.1", 0)
         port = sock.getsockname()[1]
         SERVED.append(ServedEngine(client, metrics, TOKEN, all_names("127.0.0.1", []), "tiny", Limits(), ready.set))

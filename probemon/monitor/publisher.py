@@ -181,10 +181,10 @@ class Publisher:
         if placed.phase == PROMPT:
             self._asked = "tokens that rules are asked of"
         unseen = Counter(filter(None, scores.coverage.unseen)) if not all_seen else Counter[str]()
-        if placed.phase == PROMPT and generation.asks_of_prompt():  # tokens from a cache, once
-            if n_before := batch.recording.n_before():
-                unseen[batch.recording.before] += n_before
-                self._n_asked += n_before
+        # Tokens from a cache count once.
+        if placed.phase == PROMPT and generation.asks_of_prompt() and (n_before := batch.recording.n_before()):
+            unseen[batch.recording.before] += n_before
+            self._n_asked += n_before
         # Seen tokens cost nothing here. Tokens from a cache have no event.
         passing = [rule for _, rule in watch.rules if self._passes(rule, batch, unseen)] if unseen else []
         if passing:

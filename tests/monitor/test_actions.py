@@ -218,9 +218,9 @@ def test_lists_and_patterns_make_one_rule_per_concept(manager, model, wanted, fo
     "wanted, error, words",
     [
         ("deception*", UnknownConcept, "matches 'deception\\*'"),
-        ([], ConfigError, "empty list"),
+        ([], ConfigError, "give an id, a name or a number"),
         (re.compile("c"), UnknownConcept, "whole names"),
-        ([["c1", None]], UnknownConcept, "not None"),
+        ([["c1", None]], ConfigError, "concept is None"),
     ],
 )
 def test_unknown_concepts_are_named(manager, model, wanted, error, words):

@@ -631,7 +631,7 @@ def is_adaption_prompt_class(kind: type) -> bool:
 def adapters_by_row(layer: nn.Module) -> tuple[str, ...]:
     """Return the adapters that PEFT passes for rows."""
     by_row: tuple[str, ...] = ()
-    for hook in layer._forward_pre_hooks.values():
+    for hook in list(layer._forward_pre_hooks.values()):
         by_row = tuple(getattr(hook, "keywords", {}).get("adapter_names") or by_row)
     return by_row
 

@@ -61,8 +61,8 @@ class _ThreadState(threading.local):
 def attached_memories(model: Any) -> list[AttachedMemory]:
     """Return a model's memories in running order."""
     decoder = model.get_decoder() if hasattr(model, "get_decoder") else model
-    # From hooks: a registry could outlive the model.
-    owners = (getattr(hook, "__self__", None) for hook in decoder._forward_pre_hooks.values())
+    # From hooks: a registry could outlive the model. A list: other threads may attach meanwhile.
+    owners = (getattr(hook, "__self__", None) for hook in list(decoder._forward_pre_hooks.values()))
     return sorted((owner for owner in owners if isinstance(owner, AttachedMemory)), key=lambda owner: owner.number)
 
 

@@ -14,7 +14,7 @@ import logging
 import os
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -188,11 +188,18 @@ def is_sink(given: Any) -> bool:
     return all(callable(getattr(given, name, None)) for name in ("open", "write", "close"))
 
 
-def as_follower(candidate: Any, lend: Callable[[Any], Any] = lambda listener: listener) -> Follower:
+def as_follower(
+    candidate: Any, present: Iterable[Follower], lend: Callable[[Any], Any] = lambda listener: listener
+) -> Follower:
     """Return the follower of a `Follower`, sink or callable `(placed, scores)`, which `lend` may wrap.
 
-    Raises `ConfigError`.
+    Raises `ConfigError`, also for one that is `present`.
     """
+    for one in present:
+        if one is candidate:
+            raise ConfigError(f"this {type(candidate).__name__} follows this run already: give it once")
+        if isinstance(one, Delivery) and one.sink is candidate:
+            raise ConfigError(f"this {type(candidate).__name__} was added before: a sink receives one run, once")
     if isinstance(candidate, Follower):
         return candidate
     if is_sink(candidate):

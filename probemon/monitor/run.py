@@ -309,14 +309,10 @@ class MonitorRun:
             follower = helper
 
     def _as_follower(self, candidate: Any) -> Follower:
-        if any(isinstance(one, Delivery) and one.sink is candidate for one in self._followers):
-            raise ConfigError(f"this {type(candidate).__name__} was added before: a sink receives one run, once")
-        return as_follower(candidate, self._calls.lend)
+        return as_follower(candidate, self._followers, self._calls.lend)
 
     def _sites_of(self, follower: Follower) -> list[str | Site]:
         """Return further sites of a new follower."""
-        if any(one is follower for one in self._followers):
-            raise ConfigError(f"this {type(follower).__name__} follows this run already: give it once")
         return list(follower.attaching(self))
 
     def _begin(self, follower: Follower) -> list[Follower]:

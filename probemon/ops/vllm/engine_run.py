@@ -71,8 +71,12 @@ class EngineRun:
     def __init__(self, client: VllmClient, followers: Sequence[Any] = ()) -> None:
         self._client, self._followers = client, Followers(client.failures)
         self.manager, self.deployment = client.manager, client.deployment
-        for follower in followers:
-            self.follow(follower)
+        try:
+            for follower in followers:
+                self.follow(follower)
+        except BaseException:
+            self.close()  # those that began: sinks have files and threads
+            raise
 
     @property
     def tokenizer(self) -> Any:
@@ -95,7 +99,7 @@ class EngineRun:
 
     def follow(self, follower: Any) -> Follower:
         """Add a `Follower`, sink or callable `(placed, scores)`. Raises `ConfigError`, and errors of `began`."""
-        added = as_follower(follower)
+        added = as_follower(follower, self._followers)
         if list(added.attaching(self)):  # type: ignore[arg-type]
             raise ConfigError(f"{type(added).__name__} reads hidden states, which stay in the worker of an engine")
         added.began(self)  # type: ignore[arg-type]
@@ -113,6 +117,8 @@ class EngineRun:
 
     def hear(self, message: Message) -> None:
         """Pass a message on."""
+        if not self.followers:
+            return
         if isinstance(message, StepTokens):
             self._step(message)
         elif isinstance(message, RuleMet):

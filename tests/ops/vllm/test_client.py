@@ -173,6 +173,24 @@ def test_followers_of_a_client_hear_what_its_results_have(folder):
     assert check.state == "failed" and "ValueError: broken" in check.what
 
 
+def test_refused_follower_of_a_client_closes_those_before_it(folder):
+    class Sink(MemorySink):
+        closed = False
+
+        def close(self):
+            self.closed = True
+
+    class Refusing(Follower):
+        def began(self, run):
+            raise ValueError("refused")
+
+    for last, error in ((Refusing(), ValueError), (None, ConfigError)):
+        sink = Sink()
+        with pytest.raises(error):
+            VllmClient(packs=[folder], followers=[sink, last or sink])
+        assert sink.closed
+
+
 def test_output_with_another_token_than_was_run_is_an_error(client):
     engine = SimulatedEngine(random.Random(1))
     serve(client, engine)

@@ -191,9 +191,10 @@ def is_sink(given: Any) -> bool:
 def as_follower(
     candidate: Any, present: Iterable[Follower], lend: Callable[[Any], Any] = lambda listener: listener
 ) -> Follower:
-    """Return the follower of a `Follower`, sink or callable `(placed, scores)`, which `lend` may wrap.
+    """Return `candidate` as a follower.
 
-    Raises `ConfigError`, also for one that is `present`.
+    That is itself, a `Delivery` for a sink, or a `Listener` for a callable `(placed, scores)`, which is first passed
+    through `lend`. Raises `ConfigError` for anything else, or if it is already among `present`.
     """
     for one in present:
         if one is candidate:

@@ -19,7 +19,7 @@ def strength_of(score: Any, threshold: Any) -> Any:
 
 
 def strength_or_score(score: Any, threshold: Any) -> Any:
-    """Return strengths, or scores without thresholds."""
+    """Return each strength, or the score itself if its threshold is NaN (none)."""
     return np.where(np.isnan(threshold), np.asarray(score, dtype=np.float64), strength_of(score, threshold))
 
 

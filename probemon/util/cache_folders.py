@@ -101,7 +101,7 @@ def check_hub_cache() -> None:
 
 
 def hub_cache_problem(error: BaseException | None) -> str:
-    """Return the cache's fault that caused a download error, else ""."""
+    """Return a message with remedy if a download failed because its cache folder cannot be written, else ""."""
     while error is not None:
         if isinstance(error, OSError) and error.errno in _NOT_WRITTEN:
             place = f"{error.filename}: " if error.filename else ""

@@ -43,7 +43,7 @@ def is_number(value: object) -> bool:
 
 
 def check_path(name: str, value: object) -> Path:
-    """`value` as a path."""
+    """Return `value` as a path. Raises `ConfigError`."""
     if not isinstance(value, (str, os.PathLike)) or isinstance(value, bytes):
         raise ConfigError(f"{name} is {shown(value)}: give a path, as text or as a pathlib.Path")
     return Path(value)
@@ -58,7 +58,7 @@ def check_count(
     remedy: str | None = None,
     error: type[ProbemonError] = ConfigError,
 ) -> int:
-    """`value` as a whole number from `least` to `most`."""
+    """Return `value` if it is a whole number from `least` to `most`, else raise `error`."""
     number = _number(value)
     if not isinstance(number, int) or not least <= number <= most:
         bound = "" if most == MOST else f", at most {most}"
@@ -78,7 +78,9 @@ def check_number(
     remedy: str = "give a number",
     error: type[ProbemonError] = ConfigError,
 ) -> float:
-    """`value` as a number from `low` to `high`; `open_low`, `open_high` exclude the bound."""
+    """Return `value` if it is a number from `low` to `high`, else raise `error`; `open_low`, `open_high` exclude the
+    bound.
+    """
     number = _number(value)
     if (
         number is None
@@ -94,12 +96,12 @@ def check_number(
 def check_share(
     name: str, value: object, remedy: str = "give more than 0 and less than 1", error: type[ProbemonError] = ConfigError
 ) -> float:
-    """`value` as a number over 0 and under 1."""
+    """Return `value` if it is a number over 0 and under 1, else raise `error`."""
     return check_number(name, value, low=0, high=1, open_low=True, open_high=True, remedy=remedy, error=error)
 
 
 def check_bool(name: str, value: object, error: type[ProbemonError] = ConfigError) -> bool:
-    """`value`, True or False."""
+    """Return `value` if it is True or False, else raise `error`."""
     if not isinstance(value, (bool, np.bool_)):
         raise error(f"{name} is {shown(value)}: give True or False")
     return bool(value)
@@ -112,14 +114,14 @@ def check_callable(name: str, value: object) -> None:
 
 
 def check_text(name: str, value: object, error: type[ProbemonError] = ConfigError) -> str:
-    """`value`, a text."""
+    """Return `value` if it is a text, else raise `error`."""
     if not isinstance(value, str):
         raise error(f"{name} is {shown(value)}: give a text")
     return value
 
 
 def check_choice(name: str, value: object, choices: Collection[str], error: type[ProbemonError] = ConfigError) -> str:
-    """`value`, one of `choices`."""
+    """Return `value` if it is one of `choices`, else raise `error`."""
     if not isinstance(value, str) or value not in choices:
         raise error(f"{name} is {shown(value)}: expected one of {', '.join(choices)}")
     return value
@@ -135,14 +137,14 @@ def check_settings(kind: type, names: Iterable[str], of: str = "") -> None:
 
 
 def check_mapping(name: str, value: object, error: type[ProbemonError] = ConfigError) -> Mapping[str, Any]:
-    """`value`, a dict with texts as keys."""
+    """Return `value` if it is a dict with texts as keys, else raise `error`."""
     if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
         raise error(f"{name} is {shown(value)}: give a dict whose keys are texts")
     return value
 
 
 def check_mappings(name: str, value: object, error: type[ProbemonError] = ConfigError) -> Sequence[Mapping[str, Any]]:
-    """`value`, a list of dicts."""
+    """Return `value` if it is a list of dicts with texts as keys, else raise `error`."""
     if not isinstance(value, Sequence) or isinstance(value, (str, bytes)):
         raise error(f"{name} is {shown(value)}: give a list of dicts")
     for at, one in enumerate(value):
@@ -153,7 +155,7 @@ def check_mappings(name: str, value: object, error: type[ProbemonError] = Config
 def check_tensor(
     name: str, value: object, shape: tuple[int, ...] | None = None, error: type[ProbemonError] = ConfigError
 ) -> Tensor:
-    """`value`, a dense tensor, of `shape` if given."""
+    """Return `value` if it is a dense tensor, of `shape` if given, else raise `error`."""
     import torch  # the command line starts without it
 
     if not isinstance(value, torch.Tensor) or value.layout != torch.strided or value.device.type == "meta":

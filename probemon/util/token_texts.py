@@ -15,8 +15,10 @@ _MOST_UNFINISHED = 64  # tokens without a complete character
 
 
 class TokenTexts:
-    """Joined, the texts equal `decode` of all ids. The last of several tokens of a character adds it; an unfinished one
-    is U+FFFD.
+    """Turns token ids into text, one token at a time.
+
+    Joined, the texts equal `decode` of all ids. If a character spans several tokens, the last one returns it and the
+    others "". A character left unfinished at the end is U+FFFD.
     """
 
     def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:

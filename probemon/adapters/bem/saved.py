@@ -71,7 +71,7 @@ class Saved:
 
 
 def check_tensors(where: object, own: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> None:
-    """Raise `BemFileError` if names, shapes or kinds of numbers differ from `own`."""
+    """Raise `BemFileError` if names, shapes or dtypes differ from `own`; floating-point dtypes count as one."""
     shapes = [{name: tensor.shape for name, tensor in each.items()} for each in (own, tensors)]
     wrong = [name for name in {*own, *tensors} if shapes[0].get(name) != shapes[1].get(name)]
     if wrong:

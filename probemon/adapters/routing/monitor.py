@@ -28,8 +28,9 @@ from probemon.util.checks import check_choice
 
 
 class RoutingMonitor(Routing):
-    """A `Routing` that watches a model by itself, without probes. Only output tokens count.
+    """A `Routing` that watches a model by itself, without probes.
 
+    Prompt and generated tokens of the returned sequences count, but not padding and dropped beams.
     `settings` may be given by name. `on_gap`: "raise" `AlignmentError` or "report" (`gaps`) if a forward bypasses the
     hooks. Raises `UnsupportedModel` without a known router or recurrent layer. Callback errors are raised as
     `CallbackFailed` when the block ends.

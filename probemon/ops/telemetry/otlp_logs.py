@@ -108,7 +108,7 @@ class _CountedExporter:
 
 
 def check_endpoint(endpoint: object) -> str:
-    """Return the URL of logs at a collector's address.
+    """Return the URL to send logs to: `endpoint`, with `/v1/logs` if it has no path.
 
     Raises `ConfigError`, or `MissingExtra` without the exporter.
     """

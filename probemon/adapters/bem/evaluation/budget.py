@@ -70,7 +70,7 @@ def solve(model: Any, config: BemConfig, budget: int) -> Solved:
 
 
 def n_trainable(model: Any, config: BemConfig) -> int:
-    """Return how many numbers an adapter of this config trains. Raises as `find_sites`."""
+    """Return how many numbers an adapter of this config trains. Raises `ConfigError` or `UnsupportedModel`."""
     return _count(hidden_size(model), find_sites(model, config), config)
 
 

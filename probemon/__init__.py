@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from probemon.core.aggregate import Ema as Ema
     from probemon.core.aggregate import Max as Max
     from probemon.core.aggregate import Mean as Mean
+    from probemon.core.aggregate import RollingLogit as RollingLogit
     from probemon.core.aggregate import RollingMax as RollingMax
     from probemon.core.aggregate import RollingMean as RollingMean
     from probemon.core.baselines import Rank as Rank
@@ -58,6 +59,7 @@ _MODULES = {
     "ProbemonError": "errors",
     "Rank": "core.baselines",
     "Result": "monitor.result",
+    "RollingLogit": "core.aggregate",
     "RollingMax": "core.aggregate",
     "RollingMean": "core.aggregate",
     "RowState": "core.scores",

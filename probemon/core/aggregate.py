@@ -19,6 +19,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import numpy as np
 import numpy.typing as npt
 
+from probemon.core.score_counts import log_odds
 from probemon.errors import ConfigError, closest
 from probemon.util.checks import check_count, check_number
 
@@ -151,6 +152,23 @@ class RollingMax(_Rolling):
 
 
 @dataclass(frozen=True)
+class RollingLogit(_Rolling):
+    """Sigmoid of the mean log odds of the newest n tokens: for linear probes, the score of their mean state.
+
+    0 before half the window is filled, since a few tokens say little. State: log odds [K], oldest first.
+    """
+
+    def _step(self, state: State, x: Doubles) -> tuple[State, Doubles]:
+        window = (*state, log_odds(x))[-self.n :]
+        if 2 * len(window) < self.n:
+            return window, np.zeros_like(x)
+        return window, 1 / (1 + np.exp(-reduce(np.add, window) / len(window)))
+
+    def __str__(self) -> str:
+        return f"rolling_logit({self.n})"
+
+
+@dataclass(frozen=True)
 class Attention(_Stepped):
     """Mean of the scores so far, weighted by softmax(score / temperature); near 0 it is the maximum.
 
@@ -216,6 +234,7 @@ AGGREGATORS: dict[str, AggregatorForm] = {
     "ema": AggregatorForm(None, Ema, float, "W", "ema:0.3"),
     "rolling_mean": AggregatorForm(None, RollingMean, int, "N", "rolling_mean:8"),
     "rolling_max": AggregatorForm(None, RollingMax, int, "N", "rolling_max:8"),
+    "rolling_logit": AggregatorForm(None, RollingLogit, int, "N", "rolling_logit:16"),
 }
 
 

@@ -12,6 +12,7 @@ from probemon.core.aggregate import (
     Ema,
     Max,
     Mean,
+    RollingLogit,
     RollingMax,
     RollingMean,
     named,
@@ -34,6 +35,15 @@ def smoothed(xs, weight):
     return math.fsum([keep ** (len(xs) - 1) * xs[0], *(weight * keep**i * x for i, x in enumerate(reversed(xs[1:])))])
 
 
+def rolling_logit(xs, n):
+    """Of the newest n: 0 until there are half as many, then by the mean of the log odds, clipped away from 0 and 1."""
+    if len(xs) < n / 2:
+        return 0.0
+    clipped = [min(max(x, 2**-24), 1 - 2**-24) for x in xs[-n:]]
+    mean = math.fsum(math.log(x) - math.log1p(-x) for x in clipped) / len(clipped)
+    return 1 / (1 + math.exp(-mean))
+
+
 # What each says of the scores so far, oldest first, of one concept.
 ORACLES = {
     Each(): lambda xs: xs[-1],
@@ -47,6 +57,9 @@ ORACLES = {
     RollingMax(1): lambda xs: xs[-1],
     RollingMax(7): lambda xs: max(xs[-7:]),
     RollingMax(20): lambda xs: max(xs[-20:]),
+    RollingLogit(1): lambda xs: rolling_logit(xs, 1),
+    RollingLogit(7): lambda xs: rolling_logit(xs, 7),
+    RollingLogit(20): lambda xs: rolling_logit(xs, 20),
     Attention(): lambda xs: soft(xs, 0.1),
     Attention(1e-3): lambda xs: soft(xs, 1e-3),
     Attention(5): lambda xs: soft(xs, 5.0),
@@ -110,8 +123,13 @@ def test_attention_with_a_large_temperature_is_the_mean(temperature):
 
 
 @each_aggregator
-def test_scores_of_one_stay_exactly_one(aggregator):
-    assert (over(aggregator, np.ones((50, 3), np.float32)) == 1).all()
+def test_scores_of_one_stay_one(aggregator):
+    values = over(aggregator, np.ones((50, 3), np.float32))
+    if isinstance(aggregator, RollingLogit):  # 1 has no log odds
+        half = (aggregator.n + 1) // 2 - 1
+        assert (values[:half] == 0).all() and np.allclose(values[half:], 1 - 2**-24, rtol=0, atol=8 * EPS)
+    else:
+        assert (values == 1).all()
 
 
 @each_aggregator
@@ -202,7 +220,7 @@ def test_state_does_not_grow_or_keep_tokens(aggregator):
 
 
 @pytest.mark.parametrize("n", [1, 2, 7, 16])
-@pytest.mark.parametrize("rolling", [RollingMean, RollingMax])
+@pytest.mark.parametrize("rolling", [RollingMean, RollingMax, RollingLogit])
 def test_rolling_window_forgets_older_tokens_completely(rolling, n):
     scores = stream(300, 3)
     scores[:250] *= 1e12  # a sum carried along would keep the rounding of these
@@ -276,14 +294,15 @@ def test_temperature_that_is_not_finite_and_positive_is_refused(bad):
 
 
 @pytest.mark.parametrize("bad", [*NOT_NUMBERS, 1.0, 2.5, np.float64(3)], ids=repr)
-@pytest.mark.parametrize("rolling", [RollingMean, RollingMax])
+@pytest.mark.parametrize("rolling", [RollingMean, RollingMax, RollingLogit])
 def test_window_that_is_not_a_positive_integer_is_refused(rolling, bad):
     with pytest.raises(ConfigError, match=r"n is .*: it counts tokens, so give 1 or more"):
         rolling(bad)
 
 
 def test_names_are_short_stable_and_distinct():
-    made = [Each(), Mean(), Max(), Ema(0.3), RollingMean(8), RollingMax(8), Attention(), Attention(1e-3)]
+    made = [Each(), Mean(), Max(), Ema(0.3), RollingMean(8), RollingMax(8), RollingLogit(8), Attention()]
+    made.append(Attention(1e-3))
     names = [
         "each",
         "mean",
@@ -291,6 +310,7 @@ def test_names_are_short_stable_and_distinct():
         "ema(0.3)",
         "rolling_mean(8)",
         "rolling_max(8)",
+        "rolling_logit(8)",
         "attention(0.1)",
         "attention(0.001)",
     ]
@@ -343,7 +363,7 @@ def test_named_parses_text_as_the_command_line_does(text, meant):
     assert named(text) == meant == parse(text)
 
 
-@pytest.mark.parametrize("name", ["ema", "rolling_mean", "rolling_max"])
+@pytest.mark.parametrize("name", ["ema", "rolling_mean", "rolling_max", "rolling_logit"])
 def test_name_without_its_required_parameter_is_explained(name):
     with pytest.raises(ConfigError, match=rf"aggregate is '{name}', without its number: give .*{name}:[WN]"):
         named(name)
@@ -366,6 +386,7 @@ def test_named_refuses_anything_else_and_lists_the_choices(bad):
         "ema:W",
         "rolling_mean:N",
         "rolling_max:N",
+        "rolling_logit:N",
         "Ema(0.3)",
     ):
         assert choice in str(caught.value)
@@ -381,7 +402,7 @@ def test_misspelt_name_gets_the_nearest():
 
 @pytest.mark.parametrize(
     "aggregator",
-    [Each(), Mean(), Max(), Attention(), Attention(0.25), Ema(0.9), Ema(1 / 3), RollingMean(4), RollingMax(1)],
+    [Each(), Mean(), Max(), Attention(), Attention(0.25), Ema(0.9), Ema(1 / 3), RollingMean(4), RollingLogit(1)],
     ids=str,
 )
 def test_aggregator_name_parses_back_to_the_same_aggregator(aggregator):
@@ -397,6 +418,7 @@ def test_aggregator_name_parses_back_to_the_same_aggregator(aggregator):
         ("attention", Attention(0.1)),
         ("rolling_mean:3", RollingMean(3)),
         ("rolling_max:3", RollingMax(3)),
+        ("rolling_logit:16", RollingLogit(16)),
     ],
 )
 def test_text_with_a_parameter_is_parsed(text, meant):
@@ -417,6 +439,7 @@ def test_text_with_a_parameter_is_parsed(text, meant):
         ("rolling_mean:2.5", "'2.5' is not a whole number"),
         ("ema:2", "at most 1"),
         ("rolling_max:0", "n is 0"),
+        ("rolling_logit:0", "n is 0"),
         ("mean:2", "mean takes no number"),
     ],
 )

@@ -63,7 +63,12 @@ TABLES: dict[str, tuple[Callable[[dict[str, Any]], list[str]], ...]] = {
     "serving_load.json": (service.serving,),
     "settings.json": (performance.settings,),
     "shown.json": (quality.shown, quality.shown_claims),
-    "training.json": (quality.training, quality.training_costs),
+    "training.json": (
+        quality.training,
+        quality.training_elsewhere,
+        quality.training_alarms,
+        quality.training_costs,
+    ),
     "vllm.json": (service.vllm, service.vllm_runs, service.vllm_soak),
 }
 

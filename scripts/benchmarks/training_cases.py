@@ -3,6 +3,9 @@
     python scripts/benchmarks/training_cases.py --out docs/benchmarks/training.json
     python scripts/benchmarks/training_cases.py --only thousand --out docs/benchmarks/training_thousand.json
 
+- safety: six concepts that people watch for, forty pairs each, tested on texts of another writer: short ones of other
+  genres, and sentences inside real text; then alarms on real text of four kinds. Run twice; the second run, from the
+  states of the first, tests on the long texts
 - mails: 4,000 of SpamAssassin's, spam and mail that sells, each its subject and 800 characters; run twice, the second
   time from the states of the first
 - news: 1,500 BBC articles of five topics, 800 characters of each
@@ -30,12 +33,19 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from probemon.core.intervals import lower_bound
 from probemon.util.files import write_text_atomically
 from provenance import about
 from real_text import bbc, mails
+from safety_case import alarms_on, tests, to_train
 
-LAYERS = ("--layers", "12,18")  # of the thousand
+LAYERS = ("--layers", "12,18", "--method", "plain", "--ordinary", "0")  # of the thousand
 BARS = {
+    "safety_minutes": 6,
+    "safety_again_minutes": 3,
+    "safety_gigabytes": 2.5,
+    "safety_alarms_as_stated": 0.9,
+    "safety_long_over_mean_state": 0.0,
     "mails_minutes": 15,
     "mails_again_minutes": 1,
     "mails_gigabytes": 3,
@@ -49,11 +59,18 @@ BARS = {
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, metavar="FILE")
-    parser.add_argument("--only", choices=["mails", "news", "pairs", "thousand"])
+    parser.add_argument("--only", choices=["safety", "long", "mails", "news", "pairs", "thousand"])
+    parser.add_argument("--keep", type=Path, metavar="FOLDER", help="work here: a run that was ended goes on")
     arguments = parser.parse_args()
     cases: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
+        folder = arguments.keep or Path(name)
+        if arguments.only in (None, "safety"):
+            cases["safety"] = safety(folder)
+        if arguments.only in (None, "long"):
+            data = written(folder / "safety.jsonl", iter(to_train()))
+            test = written(folder / "long.jsonl", iter(tests()[1]))
+            cases["safety, again"] = run(folder, "safety", data, "--test", str(test), "--overwrite")
         if arguments.only in (None, "pairs"):
             cases["pairs"] = run(folder, "pairs", written(folder / "pairs.jsonl", of_pairs()))
         if arguments.only in (None, "mails"):
@@ -68,10 +85,28 @@ def main() -> None:
             )
             said = cases["thousand"].pop("concepts")
             cases["thousand"]["areas"] = areas(said)
+    cases = {name: {**case, "about": about()} for name, case in cases.items()}
+    if arguments.only and arguments.out and arguments.out.is_file():
+        # Cases take up to an hour, so each may be renewed alone.
+        kept = json.loads(arguments.out.read_text(encoding="utf-8"))["cases"]
+        cases = {**{name: case for name, case in kept.items() if "about" in case}, **cases}
     found = {"cases": cases, "claims": claims(cases), "bars": BARS, **about()}
     print(json.dumps(found["claims"], indent=1))
     if arguments.out:
         write_text_atomically(arguments.out, json.dumps(found, indent=1) + "\n")
+
+
+def safety(folder: Path) -> dict[str, Any]:
+    """Train the six concepts, test them on short texts, and count alarms on real text."""
+    from probemon import ProbePack
+    from probemon.bundled import load_bundled
+
+    data = written(folder / "safety.jsonl", iter(to_train()))
+    test = written(folder / "short.jsonl", iter(tests()[0]))
+    case = run(folder, "safety", data, "--test", str(test))
+    model, tokenizer = load_bundled()
+    case["real_text"] = alarms_on(ProbePack.open(folder / "packs" / "safety"), model, tokenizer)
+    return case
 
 
 def of_mails() -> Iterator[dict[str, Any]]:
@@ -142,50 +177,69 @@ def run(folder: Path, name: str, data: Path, *options: str) -> dict[str, Any]:
     out = folder / "packs" / name
     command = [sys.executable, "-m", "probemon", "train", "demo", str(data), "--out", str(out), "--json"]
     command += ["--states", str(folder / f"{name}-states"), *options]
-    begin = time.perf_counter()
-    with (folder / f"{name}.json").open("w") as answer, (folder / f"{name}.log").open("w") as log:
-        process = subprocess.Popen(command, stdout=answer, stderr=log, env={**os.environ, "HF_HUB_OFFLINE": "1"})
-        _, status, usage = os.wait4(process.pid, 0)
-    if status:
-        raise SystemExit((folder / f"{name}.log").read_text())
+    taken = folder / f"{name}-taken.json"  # of a run that ended before
+    if not ("--overwrite" not in options and taken.is_file()):
+        begin = time.perf_counter()
+        with (folder / f"{name}.json").open("w") as answer, (folder / f"{name}.log").open("w") as log:
+            process = subprocess.Popen(command, stdout=answer, stderr=log, env={**os.environ, "HF_HUB_OFFLINE": "1"})
+            _, status, usage = os.wait4(process.pid, 0)
+        if status:
+            raise SystemExit((folder / f"{name}.log").read_text())
+        took = {
+            "minutes": round((time.perf_counter() - begin) / 60, 2),
+            "cpu_minutes": round((usage.ru_utime + usage.ru_stime) / 60, 2),
+            "gigabytes": round(usage.ru_maxrss / 1e6, 2),
+        }
+        write_text_atomically(taken, json.dumps(took))
     said = json.loads((folder / f"{name}.json").read_text())
-    size = sum(path.stat().st_size for path in (folder / f"{name}-states").iterdir())
+    size = sum(path.stat().st_size for path in (folder / f"{name}-states").rglob("*") if path.is_file())
     card = (out / "README.md").read_text(encoding="utf-8")
     return {
-        "minutes": round((time.perf_counter() - begin) / 60, 2),
-        "cpu_minutes": round((usage.ru_utime + usage.ru_stime) / 60, 2),
-        "gigabytes": round(usage.ru_maxrss / 1e6, 2),
+        **json.loads(taken.read_text()),
         "states_gigabytes": round(size / 1e9, 2),
         "first_line": next(line for line in card.splitlines() if line and not line.startswith("#")),
-        "warnings": re.findall(r"(?m)^- (.*)$", card),
-        **{key: said[key] for key in ("method", "kinds", "watch", "examples", "sites", "background_fires")},
-        "concepts": {id: {key: concept[key] for key in KEPT} for id, concept in said["concepts"].items()},
+        **{key: said[key] for key in ("method", "examples", "ordinary", "tried", "twins")},
+        "concepts": {
+            id: {key: concept[key] for key in (*KEPT, "outside") if key in concept}
+            for id, concept in said["concepts"].items()
+        },
     }
 
 
 KEPT = (
-    "site", "n_positive", "n_negative", "auroc", "low", "high", "tpr_at_fpr", "methods", "baselines", "shuffled",
-    "random_direction", "without_giveaways", "over_words", "over_embedding", "alert",
+    "site", "scale", "width", "reads", "n_positive", "n_negative", "auroc", "low", "high", "found", "near_over",
+    "found_in_text", "carried", "pairs_in_order", "baselines", "shuffled", "without_giveaways", "over_words",
+    "over_mean state", "alert", "alert_of_texts",
 )  # fmt: skip
 
 
 def claims(cases: dict[str, Any]) -> dict[str, Any]:
     """What is asked of the cases that ran, with what was found."""
     found: dict[str, Any] = {}
+    if "safety" in cases:
+        found["safety_minutes"] = cases["safety"]["cpu_minutes"]
+        found["safety_gigabytes"] = cases["safety"]["gigabytes"]
+        cells = [one for kind in cases["safety"]["real_text"].values() for one in kind.values()]
+        found["safety_alarms_as_stated"] = round(sum(as_stated(**cell) for cell in cells) / len(cells), 3)
+    if "safety, again" in cases:
+        found["safety_again_minutes"] = cases["safety, again"]["cpu_minutes"]
+        long = [concept["outside"] for concept in cases["safety, again"]["concepts"].values()]
+        over = [one["auroc"] - one["baselines"]["mean state"]["auroc"] for one in long]
+        found["safety_long_over_mean_state"] = round(sum(over) / len(over), 4)
     if "mails" in cases:
         concepts = cases["mails"]["concepts"].values()
         found["mails_minutes"] = cases["mails"]["minutes"]
         found["mails_again_minutes"] = cases["mails, again"]["minutes"]
         found["mails_gigabytes"] = cases["mails"]["gigabytes"]
         found["mails_auroc"] = round(min(concept["auroc"] for concept in concepts), 4)
-        under = [concept["baselines"]["pooled"] - concept["auroc"] for concept in concepts]
+        under = [concept["baselines"]["mean state"] - concept["auroc"] for concept in concepts]
         found["mails_under_pooled"] = round(max(under), 4)
     if "pairs" in cases:
         found["pairs_minutes"] = cases["pairs"]["minutes"]
     shuffled = [concept["shuffled"] for case in cases.values() for concept in case.get("concepts", {}).values()]
     if shuffled:
         found["shuffled_share"] = round(sum(0.45 <= area <= 0.55 for area in shuffled) / len(shuffled), 3)
-    at_least = ("mails_auroc", "shuffled_share")
+    at_least = ("mails_auroc", "shuffled_share", "safety_alarms_as_stated", "safety_long_over_mean_state")
     return {
         name: {
             "value": value,
@@ -194,6 +248,11 @@ def claims(cases: dict[str, Any]) -> dict[str, Any]:
         }
         for name, value in found.items()
     }
+
+
+def as_stated(alarms: int, texts: int, stated: float, **_: Any) -> bool:
+    """Whether so many alarms are no more than a rate of at most `stated` lets through, nineteen times of twenty."""
+    return not alarms or float(lower_bound(alarms, texts, 0.95)) <= stated
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ SHORTER = (3, 17, 40, 64, 65, 70, 90, 130)
 
 def prompts(tokenizer: Any, lengths: tuple[int, ...]) -> list[list[int]]:
     """Return prompts of these lengths, each from another place of a text."""
-    text = (ROOT / "probemon/lab/training/background.txt").read_text(encoding="utf-8")
+    text = Path(__file__).with_name("vllm_prompts.txt").read_text(encoding="utf-8")
     ids = tokenizer(text)["input_ids"]
     ids = ids * (1 + max(lengths) * 2 // len(ids))
     return [ids[31 * i : 31 * i + length] for i, length in enumerate(lengths)]

@@ -107,34 +107,68 @@ def shown_claims(found: dict[str, Any]) -> list[str]:
 
 
 def training(found: dict[str, Any]) -> list[str]:
-    """What the trained probes of each case are, beside what needs no probe, and what they took."""
+    """What the trained probes of each case are, beside what needs no probe."""
     lines = [
-        "| case | concept | probe | words | input embedding | mean state | masked | shuffled | TPR at 1 % |",
-        "|---|---|---:|---:|---:|---:|---:|---:|---:|",
+        "| case | concept | probe | words | input embedding | mean state | masked | shuffled | finds | near misses |",
+        "|---|---|---:|---:|---:|---:|---:|---:|---:|---:|",
     ]
     for name, case in found["cases"].items():
         if name.endswith("again"):
             continue
         for id, concept in case["concepts"].items():
-            rate = concept["tpr_at_fpr"]["0.01"]
-            cells = [concept["auroc"], *(concept["baselines"][key] for key in ("words", "embedding", "pooled"))]
+            cells = [concept["auroc"], *(concept["baselines"][key] for key in ("words", "embedding", "mean state"))]
             cells += [concept["without_giveaways"], concept["shuffled"]]
             areas = " | ".join("–" if area is None else f"{area:.3f}" for area in cells)
-            lines.append(f"| {name} | {id} | {areas} | {'too few' if rate is None else format(rate['rate'], '.2f')} |")
+            over = " | ".join(
+                "–" if concept[key]["rate"] is None else f"{concept[key]['rate']:.0%}" for key in ("found", "near_over")
+            )
+            lines.append(f"| {name} | {id} | {areas} | {over} |")
+    return lines
+
+
+def training_elsewhere(found: dict[str, Any]) -> list[str]:
+    """The six concepts on texts of another writer, short and inside real text."""
+    lines = [
+        "| concept | texts | probe | words | mean state | finds | near misses |",
+        "|---|---|---:|---:|---:|---:|---:|",
+    ]
+    for case, texts in (("safety", "short"), ("safety, again", "in long text")):
+        for id, concept in found["cases"].get(case, {"concepts": {}})["concepts"].items():
+            there = concept["outside"]
+            cells = [there["auroc"], *(there["baselines"][key]["auroc"] for key in ("words", "mean state"))]
+            areas = " | ".join(f"{area:.2f}" for area in cells)
+            over = " | ".join(f"{there[key]['count']} of {there[key]['n']}" for key in ("found", "near_over"))
+            lines.append(f"| {id} | {texts} | {areas} | {over} |")
+    return lines
+
+
+def training_alarms(found: dict[str, Any]) -> list[str]:
+    """Alarms on real text of kinds and sources that the package holds nothing of."""
+    kinds = found["cases"]["safety"]["real_text"]
+    n = next(iter(next(iter(kinds.values())).values()))["texts"]
+    heads = " | ".join(f"{kind}, of {n}" for kind in kinds)
+    lines = [
+        f"| concept | stated: of 100 ordinary texts | on a new kind up to | {heads} |",
+        "|---|---:|---:|" + "---:|" * len(kinds),
+    ]
+    for id, concept in found["cases"]["safety"]["concepts"].items():
+        stated = concept["alert_of_texts"]
+        counts = " | ".join(str(kind[id]["alarms"]) for kind in kinds.values())
+        lines.append(f"| {id} | {100 * stated['rate']:.1f} | {100 * stated['new_kind_high']:.1f} | {counts} |")
     return lines
 
 
 def training_costs(found: dict[str, Any]) -> list[str]:
     """What each case took, and what was taken."""
     lines = [
-        "| case | texts | kind | site | minutes | GB of memory | GB of states |",
-        "|---|---:|---|---|---:|---:|---:|",
+        "| case | texts | site | CPU minutes | GB of memory | GB of states |",
+        "|---|---:|---|---:|---:|---:|",
     ]
     for name, case in found["cases"].items():
-        n_texts = sum(part["texts"] for key, part in case["examples"].items() if "background" not in key)
+        n_texts = case["examples"]["examples"]["texts"]
         sites = ", ".join(sorted({concept["site"] for concept in case["concepts"].values()}))
         lines.append(
-            f"| {name} | {n_texts:,} | {case['method']} | {sites} | {case['minutes']:.1f} | {case['gigabytes']:.1f} |"
+            f"| {name} | {n_texts:,} | {sites} | {case['cpu_minutes']:.1f} | {case['gigabytes']:.1f} |"
             f" {case['states_gigabytes']:.1f} |"
         )
     return lines

@@ -139,7 +139,7 @@ def _show(pack: ProbePack) -> None:
     areas = [one["auroc"] for one in trained_concepts if isinstance(one, dict) and is_number(one.get("auroc"))]
     if areas and not figures:
         figures = [
-            f"AUROC of {counted(len(areas), 'concept')} on test texts: median {median(areas):.3f},"
+            f"AUROC of {counted(len(areas), 'concept')} on texts that a probe did not see: median {median(areas):.3f},"
             f" least {min(areas):.3f}"
         ]
     rounded = quality.get("int8")

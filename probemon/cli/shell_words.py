@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 
-_ARGUMENT = re.compile(r"\b(overwrite|strict|generate|background)=(True|N|False)\b")
+_ARGUMENT = re.compile(r"\b(overwrite|strict|generate)=(True|N|False)\b")
 _FORMS = {"True": "--{}", "False": "--no-{}", "N": "--{} N"}
 _COMMAND = re.compile(r"No such command '([^']*)'")
 _OPTION = re.compile(r"No such option:? '?(--[\w-]+)")

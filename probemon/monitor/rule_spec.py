@@ -161,8 +161,8 @@ class RuleSpec:
     )
     aggregate: str | Aggregator | None = _field(
         None,
-        "Compare a running score: mean, max, attention, ema:0.3, rolling_mean:8, rolling_max:8; or how unusual it is:"
-        " z:pack, rank:pack, z:last:256, rank:last:256, z:traffic:4096, rank:traffic:4096.",
+        "Compare a running score: mean, max, attention, ema:0.3, rolling_mean:8, rolling_max:8, rolling_logit:16; or"
+        " how unusual it is: z:pack, rank:pack, z:last:256, rank:last:256, z:traffic:4096, rank:traffic:4096.",
         type="string",
         minLength=1,
     )

@@ -34,6 +34,9 @@ _AT_THRESHOLD = (
     # of trained concepts
     "alert",
     "alert_of_texts",
+    "found",
+    "found_in_text",
+    "near_over",
     "precision",
 )
 JUDGED_BY = "alert_threshold_of"  # key of a concept: the basis of its threshold

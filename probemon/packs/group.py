@@ -218,15 +218,34 @@ def never_fires(pack: AnyPack) -> Ints:
     return np.flatnonzero(pack.alert_threshold.numpy() >= 1)
 
 
+def found_nowhere(pack: AnyPack) -> list[str]:
+    """Return the names of concepts that were found in none of their own texts when their probes were trained."""
+    names = []
+    for own in pack.packs.values() if isinstance(pack, PackGroup) else [pack]:
+        quality: Any = own.manifest.get("quality") or {}
+        trained = quality.get("concepts")
+        for concept in own.concepts if isinstance(trained, Mapping) else ():
+            measured = trained.get(concept["id"])
+            found = measured.get("found") if isinstance(measured, Mapping) else None
+            if isinstance(found, Mapping) and found.get("n") and found.get("count") == 0:
+                names.append(str(concept["name"]))
+    return names
+
+
 def told_of_never(pack: AnyPack) -> str:
-    """Return a sentence on concepts that can never fire, or ""."""
+    """Return a sentence on concepts that can never fire, or that found none of their own texts; or ""."""
     probes = never_fires(pack).tolist()
-    if not probes:
-        return ""
-    shown = ", ".join(ascii(pack.concepts[probe]["name"]) for probe in probes[:_SHOWN])
-    rest = f" and {len(probes) - _SHOWN:,} more" if len(probes) > _SHOWN else ""
-    fire = "concept never fires" if len(probes) == 1 else "concepts never fire"
-    return f"{len(probes):,} {fire} (alert threshold 1): {shown}{rest}"
+    parts = []
+    for names, one, several in (
+        ([pack.concepts[probe]["name"] for probe in probes], "concept never fires", "concepts never fire"),
+        (found_nowhere(pack), "concept was found in none of its own texts", "concepts were found in none of their own"),
+    ):
+        if names:
+            shown = ", ".join(ascii(name) for name in names[:_SHOWN])
+            rest = f" and {len(names) - _SHOWN:,} more" if len(names) > _SHOWN else ""
+            why = " (alert threshold 1)" if one.endswith("never fires") else " when it was trained"
+            parts.append(f"{len(names):,} {one if len(names) == 1 else several}{why}: {shown}{rest}")
+    return "; ".join(parts)
 
 
 def _opened(pack: Any) -> Any:

@@ -10,7 +10,7 @@ import torch
 
 import probemon
 from probemon.core import aggregate, columns, dtypes, probes, score_rules
-from probemon.core.aggregate import AGGREGATORS, AggregatorForm, aggregator_forms, parse
+from probemon.core.aggregate import AGGREGATORS, AggregatorForm, aggregator_forms, over, parse
 from probemon.core.columns import COLUMNS, arrow_fields
 from probemon.core.dtypes import CODES, WEIGHTS, code_of, input_dtype, of_dtype
 from probemon.core.hierarchy import ConceptTree
@@ -25,7 +25,7 @@ from probemon.engine.kernels import check_impl
 from probemon.engine.kernels.numba_inputs import prepare_few, prepare_numba
 from probemon.errors import ConfigError, KernelUnavailable
 from probemon.lab.corpora.analysis_files import COUNTED, schemas
-from probemon.lab.training.watched_loss import highest_of, is_known
+from probemon.lab.training.running_scores import highest_running
 from probemon.monitor.rule_spec import RuleSpec
 
 PACKAGE = Path(probemon.__file__).parent
@@ -69,22 +69,26 @@ class Unlike(aggregate._Stepped):
         return "unlike"
 
 
-def test_aggregator_added_only_to_the_table_has_no_gradients(monkeypatch):
+def test_aggregator_added_to_the_table_is_parsed_and_listed(monkeypatch):
     monkeypatch.setitem(AGGREGATORS, "unlike", AggregatorForm(Unlike))
-    one = parse("unlike")
-    assert isinstance(one, Unlike) and not is_known(one)
-    with pytest.raises(ConfigError, match=r"max, attention, .*rolling_max:N or unlike, with"):
+    assert isinstance(parse("unlike"), Unlike)
+    with pytest.raises(ConfigError, match=r"max, attention, .*rolling_logit:N or unlike, with"):
         parse("likely")
-    with pytest.raises(ConfigError, match="no gradients of unlike"):
-        highest_of(one, torch.ones(1, 2, 1), torch.tensor([2]))
 
 
 @pytest.mark.parametrize("name", AGGREGATORS)
-def test_every_aggregator_has_gradients_and_parses_from_its_name(name):
+def test_every_aggregator_parses_from_its_name_and_runs_in_training(name):
     form = AGGREGATORS[name]
     made = [one for one in (form.make and form.make(), form.example and parse(form.example)) if one]
-    assert made and all(parse(str(one)) == one and is_known(one) for one in made)
+    assert made and all(parse(str(one)) == one for one in made)
     assert bool(form.make_of) == bool(form.letter) == bool(form.example)
+    scores = torch.from_numpy(np.random.default_rng(0).random((40, 3), dtype=np.float32))
+    part = np.repeat([0, 1, 3], [1, 30, 9])
+    for one in made:
+        highest = highest_running(one, scores, torch.from_numpy(part), 4)
+        assert np.isnan(highest[2]).all()
+        for i in (0, 1, 3):
+            assert np.array_equal(highest[i], over(one, scores[part == i].numpy()).max(axis=0)), (one, i)
 
 
 @pytest.mark.parametrize("command", ["calibrate", "train"])

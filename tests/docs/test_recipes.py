@@ -17,7 +17,7 @@ from probemon import DynamicProbeManager
 from probemon.core import aggregate, inputs, probes
 from probemon.core.aggregate import AGGREGATORS, AggregatorForm, over, parse
 from probemon.engine.kernels import IMPLS, numba_inputs
-from probemon.lab.training import watched_loss
+from probemon.lab.training.running_scores import highest_running
 from probemon.monitor.followers import Follower
 from probemon.ops.deployment import deployment
 
@@ -240,19 +240,8 @@ class Least(aggregate._Stepped):
 
 @pytest.fixture
 def least(monkeypatch):
-    """An aggregator that follows the recipe: the fold, its line in the table, and its gradients."""
+    """An aggregator that follows the recipe: the fold, and its line in the table."""
     monkeypatch.setitem(AGGREGATORS, "least", AggregatorForm(Least))
-    monkeypatch.setattr(watched_loss, "Least", Least, raising=False)
-    edit(monkeypatch, watched_loss.is_known, ("(Attention,", "(Least, Attention,"))
-    edit(
-        monkeypatch,
-        watched_loss.highest_of,
-        (
-            "elif isinstance(aggregator, Mean):",
-            "elif isinstance(aggregator, Least):\n        values = scores.cummin(1).values\n"
-            "    elif isinstance(aggregator, Mean):",
-        ),
-    )
 
 
 @pytest.mark.parametrize("written", ["least", Least()])
@@ -268,11 +257,10 @@ def test_aggregator_written_by_the_recipe_works_in_rules_and_results(pack, least
 
 
 def test_aggregator_written_by_the_recipe_works_in_training(least):
-    scores, length = torch.rand(3, 7, 2, dtype=torch.float64), torch.tensor([7, 1, 5])
-    assert watched_loss.is_known(parse("least"))
-    highest = watched_loss.highest_of(parse("least"), scores, length)
-    expected = [over(Least(), row[:n].numpy()).max(0) for row, n in zip(scores, length, strict=True)]
-    assert np.allclose(highest.numpy(), expected)
+    scores, length = torch.rand(13, 2, dtype=torch.float64), torch.tensor([7, 1, 5])
+    part = torch.repeat_interleave(torch.arange(3), length)
+    highest = highest_running(parse("least"), scores, part, 3)
+    assert highest.tolist() == [over(Least(), rows.numpy()).max(0).tolist() for rows in scores.split(length.tolist())]
 
 
 def test_aggregator_recipe_names_every_file_that_lists_them():

@@ -61,8 +61,8 @@ _TEXTS = {
     "sites": ("resid_post.1", "resid_post.0,resid_post.1"),
     "normalize": ("none", "layernorm", "rmsnorm"),
     "layers": ("auto", "0", "0,1", "9"),
-    "method": ("auto", "logistic", "mass_mean", "lda", "mlp"),
-    "aggregate": ("ema:0.3", "each", "mean", "max", "rolling_mean:3"),
+    "method": ("auto", "plain", "mass_mean"),
+    "aggregate": ("ema:0.3", "each", "mean", "max", "rolling_mean:3", "rolling_logit:4"),
     "on": ("assistant", "user", "system"),
     "special_tokens": ("bos", "none", "tokenizer"),
     "dtype": ("auto", "float32", "bfloat16"),
@@ -78,12 +78,14 @@ _TEXTS = {
     "concept": ("c0", "c1", "c*"),
     "watch": ("c0", "c1"),
     "stop_on": ("c0", "c1:0.5"),
+    "holdout": ("group=g", "author=a", "group", "=", "group="),
 }
 _SMALL = {  # numbers of which large ones only take long, or start what is not meant
     "max_new_tokens": ("1", "3", "0", "-1", "x"), "epochs": ("1", "0", "x"), "steps": ("1", "0", "x"),
     "threads": ("0", "1", "-1", "x"), "ray": ("0", "-1", "x"), "resamples": ("20", "0", "-3"),
     "port": ("0", "-1", "70000", "x"), "generate": ("0", "-1", "1"), "at_once": ("1", "0", "-1"),
     "max_tokens": ("3", "0", "-1"), "drain_seconds": ("0", "-1", "x"), "rank": ("1", "0", "-1"),
+    "ordinary": ("0", "1", "-1"),
 }  # fmt: skip
 ENVIRONMENTS: dict[str, dict[str, str | None]] = {
     "plain": {},

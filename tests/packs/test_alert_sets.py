@@ -358,7 +358,9 @@ def test_quality_of_one_alert_set_is_not_stated_for_another(model, tmp_path):
             "per_level": {"0": {"auroc_median": 0.9, "recall_at_threshold": 0.7}},
             "running_text": {"news": {"right": 0.9, "fires_per_token": 0.2}},
             "background_fires": {"tokens": 100},
-            "concepts": {"c3": {"auroc": 0.9, "alert": {"threshold": 0.9}, "precision": {"threshold": 0.9}}},
+            "concepts": {
+                "c3": {"auroc": 0.9, "alert": {"threshold": 0.9}, "found": rates, "precision": {"threshold": 0.9}}
+            },
             "alerts": {"each": {"any_token": rates, "concepts": {}}, "mean": {"any_token": rates, "concepts": {}}},
             "alert_sets": {"high": {"precision_at_threshold": 0.8}, "low": {"false_positive_rate": 0.01}},
         },

@@ -58,7 +58,7 @@ def calibrate(
         typer.Option(
             help=(
                 "Aggregator of scores for alerts: none (each token), mean, max, attention[:T], ema:W, rolling_mean:N,"
-                " rolling_max:N."
+                " rolling_max:N, rolling_logit:N."
             )
         ),
     ] = "none",

@@ -6,7 +6,7 @@ probemon train demo mails.jsonl --out mails/
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -19,16 +19,7 @@ from probemon.util.counted import counted
 if TYPE_CHECKING:
     from probemon.lab.training import Trained
 
-_SHOWN = 30
-_WIDTH = 160
-_BASELINES = {
-    "words": "words",
-    "embedding": "embedding",
-    "pooled": "mean state",
-    "length": "length",
-    "position": "position",
-}
-_CONTROLS = {"without_giveaways": "masked", "shuffled": "shuffled", "random_direction": "random"}
+_WIDTH = 140
 
 
 def train(
@@ -46,26 +37,21 @@ def train(
     out: Annotated[Path, typer.Option(help="The new pack: a folder that does not exist.")],
     layers: Annotated[
         str,
-        typer.Option(help="Layers to choose from, by cross-validation: auto (five of them), or numbers, as 8,12,16."),
+        typer.Option(help="Layers to choose from, by cross-validation: auto (four of them), or numbers, as 8,12,16."),
     ] = "auto",
     method: Annotated[
         str,
-        typer.Option(
-            help=(
-                "The kind of probes: auto (the best on a fifth of the training groups), logistic, watched (the"
-                " loss of the running score), joint (of a hierarchy), mlp, mass_mean or lda."
-            )
-        ),
+        typer.Option(help="auto: choose how each concept is read; plain: only the layer is chosen, which is faster."),
     ] = "auto",
     aggregate: Annotated[
         str,
         typer.Option(
             help=(
-                "The running score that will be watched, and by which a text is judged: each, mean, max, attention[:T],"
-                " ema:W, rolling_mean:N, rolling_max:N."
+                "The running score that a text is judged by: auto (a mean of logits, of 16 or 64 tokens), mean, max,"
+                " attention[:T], ema:W, rolling_mean:N, rolling_max:N, rolling_logit:N."
             )
         ),
-    ] = "ema:0.3",
+    ] = "auto",
     on: Annotated[
         list[str] | None,
         typer.Option(help="Whose turns of a chat count: assistant, user, system, tool; may be repeated."),
@@ -80,10 +66,14 @@ def train(
         list[str] | None,
         typer.Option(help="Examples from elsewhere, that are only tested on; may be repeated."),
     ] = None,
-    holdout_group: Annotated[
-        list[str] | None, typer.Option(help="A group of DATA that is only tested on; may be repeated.")
+    holdout: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="FIELD=VALUE",
+            help="Rows of DATA that are only tested on, such as group=g7 or author=a2; may be repeated.",
+        ),
     ] = None,
-    fpr: Annotated[float, typer.Option(help="The false-positive rate of alert thresholds.")] = 0.01,
+    fpr: Annotated[float, typer.Option(help="Rate of false alarms on ordinary text.")] = 0.01,
     precision: Annotated[
         float | None,
         typer.Option(
@@ -102,13 +92,12 @@ def train(
             )
         ),
     ] = 0,
-    no_background: Annotated[
-        bool,
+    ordinary: Annotated[
+        int,
         typer.Option(
-            "--no-background",
-            help="Do not train on ordinary background text (prose, code, lists, chats).",
+            help="Ordinary texts, equally of all kinds, that train and set thresholds; more tell more; 0 for none."
         ),
-    ] = False,
+    ] = 520,
     text_field: opt.TextField = "text",
     states: Annotated[
         Path | None,
@@ -128,8 +117,8 @@ def train(
 ) -> None:
     """Train probes for the concepts of DATA on MODEL, and measure how far they can be trusted.
 
-    Texts are split by groups, pairs and near duplicates into training, calibration and test. The report compares probes
-    with baselines: the words of a text, input embeddings, its length.
+    Texts are judged by probes that saw neither them nor their group, pair or near duplicates; the pack learns from all.
+    Thresholds come from ordinary text, which comes with probemon, so that alarms are as rare as the card says.
     """
     from probemon.lab.training import TrainingSettings
     from probemon.lab.training import train as train_probes
@@ -144,9 +133,9 @@ def train(
         roles=tuple(on or ("assistant",)),
         exclusive=exclusive,
         text_field=text_field,
-        held_out=tuple(holdout_group or ()),
+        held_out=_held_out(holdout or []),
         generate=generate,
-        background=not no_background,
+        ordinary=ordinary,
         fpr=fpr,
         precision=precision,
         states=states,
@@ -185,40 +174,41 @@ def train(
     if as_json:
         answer({"directory": str(out), "report": str(page), "name": trained.pack.name, **trained.quality})
     else:
-        _show(trained, out, page)
+        _show(trained, out, page, model)
 
 
-def _show(trained: Trained, out: Path, page: Path) -> None:
-    from probemon.lab.training.card import verdict, warnings
+def _held_out(choices: list[str]) -> dict[str, list[str]]:
+    values: dict[str, list[str]] = {}
+    for choice in choices:
+        name, sign, value = choice.partition("=")
+        if not (name.strip() and sign and value.strip()):
+            raise typer.BadParameter(f"--holdout is {choice!r}: give FIELD=VALUE, such as author=a2")
+        values.setdefault(name.strip(), []).append(value.strip())
+    return values
+
+
+def _show(trained: Trained, out: Path, page: Path, model: str) -> None:
+    from probemon.lab.training.card import needs, verdict, warnings, works
 
     quality = trained.quality
-    say(f"{out}: {trained.pack.name}, {counted(trained.pack.n_probes, 'probe')}; report in {page}")
-    say(verdict(quality).replace("`", ""), *(warning.replace("`", "") for warning in warnings(quality)))
+    say(*(sentence.replace("`", "") for sentence in verdict(quality)))
+    _table(*works(quality))
+    say(*(warning.replace("`", "") for warning in warnings(quality)))
+    heads, rows = needs(quality)
+    if rows:
+        say("How many texts would tell more:")
+        _table(heads, rows)
     say(
-        "Areas (AUROC) on the test texts, which chose nothing; those by cross-validation above chose among layers."
-        " False alarms: the share of test tokens without the concept that are over its alert threshold."
+        f"{out}: {trained.pack.name}, {counted(trained.pack.n_probes, 'probe')}; report in {page}",
+        f"next: probemon watch {model} {out} --prompt ...",
     )
+
+
+def _table(heads: list[str], rows: list[list[str]]) -> None:
     table = plain_table()
-    table.add_column("concept", no_wrap=True, overflow="ellipsis")
-    for head in ("AUROC", "95 %", "TPR at 1 %", "0.1 %", *_BASELINES.values(), *_CONTROLS.values(), "false alarms"):
+    table.add_column(heads[0], no_wrap=True, overflow="ellipsis")
+    for head in heads[1:]:
         table.add_column(head, justify="right")
-    for id, measured in list(quality["concepts"].items())[:_SHOWN]:
-        interval = "–" if measured["low"] is None else f"{measured['low']:.3f} to {measured['high']:.3f}"
-        alarms = measured["alert"]["test"]["without"]["rate"]
-        rates = [measured["tpr_at_fpr"][rate] for rate in ("0.01", "0.001")]
-        table.add_row(
-            id,
-            _number(measured["auroc"]),
-            interval,
-            *("too few" if rate is None else f"{rate['rate']:.2f}" for rate in rates),
-            *(_number(measured["baselines"][key]) for key in _BASELINES),
-            *(_number(measured[key]) for key in _CONTROLS),
-            "–" if alarms is None else f"{alarms:.2%}",
-        )
+    for row in rows:
+        table.add_row(*row)
     terminal(width=max(_WIDTH, terminal().width)).print(table)
-    if len(quality["concepts"]) > _SHOWN:
-        say(f"and {len(quality['concepts']) - _SHOWN} more: --json, or quality in the manifest")
-
-
-def _number(value: Any) -> str:
-    return "–" if value is None else f"{value:.3f}"

@@ -1,10 +1,6 @@
-"""Alert thresholds of newly trained probes, from parts used for neither training nor tests.
+"""A second set of alert thresholds, for a share of what fires that must be right.
 
-    alerts = thresholds(scores, part, benign, group, fpr=0.01)    # of single tokens, one for each concept
-    precise = precision_thresholds(scores, part, known, use, group, precision=0.9)
-
-Like `probemon.lab.calibration.calibrate`, but n dependent units count as n / `design_effect`. If these are too few, no
-benign unit exceeds the threshold.
+precise = precision_thresholds(scores, part, known, use, group, precision=0.9)
 """
 
 from __future__ import annotations
@@ -17,78 +13,15 @@ import numpy as np
 from torch import Tensor
 
 from probemon.core.hierarchy import Ints, Mask
-from probemon.core.intervals import clustered, design_effect, upper_bound
+from probemon.core.intervals import clustered, design_effect
 from probemon.core.scores import Floats
-from probemon.lab.calibration.calibrate import most_allowed, units_needed
 from probemon.lab.training.labels import Known
+from probemon.lab.training.rates import CONFIDENCE, over
 
 _TRIED = 8  # thresholds for a precision
 _STEP = 1.5  # least ratio of numbers of fires
 _LOOKED = 64  # candidates, log-spaced
-_APART = 2e-5  # in log odds
-CONFIDENCE = 0.95
 PRECISION = "precision_"  # prefix of a set's name
-
-
-@dataclass(frozen=True)
-class Threshold:
-    """A concept's alert threshold: `allowed` of `n` benign units exceed it. NaN without units.
-
-    - `effective`: number of independent units
-    - `rate`: claimed rate, with confidence for all concepts
-    - `needed`: independent units for the requested rate
-    """
-
-    value: float
-    n: int
-    effective: int
-    allowed: int
-    rate: float
-    needed: int
-
-    @property
-    def holds(self) -> bool:
-        """Whether the units suffice for the requested rate."""
-        return self.effective >= self.needed
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return it as JSON."""
-        counts = {"n": self.n, "effective": self.effective, "allowed": self.allowed, "rate": self.rate}
-        return {"threshold": number(self.value), **counts, "holds": self.holds, "needed": self.needed}
-
-
-def thresholds(
-    values: np.ndarray | Tensor, part: Ints, benign: Mask, group: Ints, *, fpr: float, confidence: float = CONFIDENCE
-) -> list[Threshold]:
-    """Return each concept's threshold for values `[N, P]` of units of parts `[N]`, without NaN.
-
-    `benign [S, P]`: parts without the concept; `group [S]`: dependent parts.
-    """
-    array = np.asarray(values)
-    risk = (1 - confidence) / array.shape[1]
-    needed = units_needed(fpr, risk)
-    outcomes = []
-    for p in range(array.shape[1]):
-        use = np.flatnonzero(benign[part, p] & ~np.isnan(array[:, p]))
-        if not len(use):
-            outcomes.append(Threshold(np.nan, 0, 0, 0, 1.0, needed))
-            continue
-        use = use[np.argsort(-array[use, p], kind="stable")]
-        effect = _effect_of_highest(group[part[use]], fpr)
-        effective = max(1, int(len(use) / effect))
-        allowed = max(0, most_allowed(effective, fpr, risk))
-        rate = float(upper_bound(allowed, effective, 1 - risk))
-        allowed = int(allowed * (len(use) / effective))
-        outcomes.append(Threshold(_over(array[use[allowed], p]), len(use), effective, allowed, rate, needed))
-    return outcomes
-
-
-def _effect_of_highest(group: Ints, fpr: float) -> float:
-    """Largest design effect of thresholds that about `fpr` of the sorted units exceed."""
-    n, (_, group_index) = len(group), np.unique(group, return_inverse=True)
-    sizes = np.bincount(group_index)
-    counts = {min(n, max(1, round(share * fpr * n))) for share in (0.5, 1, 2)}
-    return max(design_effect(np.bincount(group_index[:k], minlength=len(sizes)), sizes) for k in counts)
 
 
 @dataclass(frozen=True)
@@ -142,7 +75,7 @@ def precision_thresholds(
                 )
                 low = float(clustered(right, fired, effect, 1 - 2 * risk)[0])
             if low >= precision:
-                passed = Precise(_over(scores[last + 1], below=scores[last]), fired, right, low)
+                passed = Precise(over(scores[last + 1], below=scores[last]), fired, right, low)
             else:
                 risk = 0.0
         outcomes.append(passed)
@@ -172,21 +105,6 @@ def number(value: float) -> float | None:
     return None if np.isnan(value) else float(value)
 
 
-def _over(value: float, below: float = np.inf) -> float:
-    """Return an fp32 threshold, at most 1, that a score of `value` does not exceed, with a margin for rounding.
-
-    Many texts that begin alike have equal scores. Without space under `below` there is no margin.
-    """
-    least = np.float32(value)
-    least = least if least >= value else np.nextafter(least, np.float32(np.inf))
-    if not 0 < value < 1:
-        return float(least)
-    exact = np.float64(value)
-    raised = np.float32(1 / (1 + np.exp(np.log1p(-exact) - np.log(exact) - _APART)))
-    raised = min(max(raised, np.nextafter(least, np.float32(np.inf))), np.float32(1))
-    return float(raised if raised < below else least)
-
-
-def as_floats(found: Sequence[Threshold | Precise]) -> Floats:
+def as_floats(found: Sequence[Precise]) -> Floats:
     """Return the thresholds `[P]` fp32."""
     return np.asarray([threshold.value for threshold in found], dtype=np.float32)

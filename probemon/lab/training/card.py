@@ -1,175 +1,141 @@
-"""The card of a trained pack: its reliability, weaknesses first.
+"""The card of a trained pack: what it finds, how often it errs, what is not known.
 
 text = card("mails", data, quality, settings, "HuggingFaceTB/SmolLM2-135M-Instruct")
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from probemon.lab.calibration.calibrate import units_needed
-from probemon.lab.training.calibration import CONFIDENCE, PRECISION
+from probemon.lab.training.baselines import BASELINES
+from probemon.lab.training.calibration import PRECISION
 from probemon.lab.training.dataset import Dataset
+from probemon.lab.training.evaluation import area_interval
+from probemon.lab.training.rates import CONFIDENCE
 from probemon.lab.training.settings import TrainingSettings
 from probemon.packs.strength import in_short
 
-_FEWEST_TESTED = 5  # texts of a side, for a meaningful area
 _SHOWN = 50
 _UNLIKE = 3  # contradictory concepts to name
-_DRAWN = {
-    "probes": "probes learnt from",
-    "layers": "layers and penalties were chosen on",
-    "embeddings": "those of input embeddings learnt from",
-}
-NAMES = {
-    "words": "words (TF-IDF)",
-    "embedding": "input embedding",
-    "pooled": "mean state",
-    "length": "length",
-    "position": "position",
-}
+_KINDS = 12  # concepts in the table by kind
+_AREA_WIDTH, _FOUND_WIDTH = 0.05, 0.15  # half intervals that a claim should have
+_LOUD = 2.0  # times the stated rate
+_LEANS = 0.05  # of AUROC lost without the words that give a concept away
+_TELLS = 0.7  # AUROC of length
+Quality = Mapping[str, Any]
 
 
-def verdict(quality: Mapping[str, Any]) -> str:
-    """Return one sentence: whether probes are better than words and input embeddings."""
+def verdict(quality: Quality) -> list[str]:
+    """Return the first sentences: what never fires, how often ordinary text alarms, and whether words would do."""
     concepts = quality["concepts"]
-    behind = [
-        id for id, measured in concepts.items() if not (beats(measured, "words") and beats(measured, "embedding"))
-    ]
+    sentences = []
+    silent = [id for id, one in concepts.items() if never_fires(one)]
+    if silent:
+        sentences.append(
+            f"{_some(silent)} never fire{'s' if len(silent) == 1 else ''}: at the threshold none of the texts with"
+            f" {'it' if len(silent) == 1 else 'them'} is found. Silence says nothing there."
+        )
+    parted = [id for id, one in concepts.items() if one["under_chance"]]
+    parted += [id for id, one in concepts.items() if id not in parted and one["words_under_chance"]]
+    if parted:
+        sentences.append(
+            f"{_some(parted)}: an AUROC is below chance, interval and all. That happens if a text learns and its twin"
+            " is judged: give both one `group`, or write them as a pair."
+        )
+    sentences.append(_of_alarms(quality))
+    sentences.append(_of_words(concepts))
+    elsewhere = {id: one["outside"] for id, one in concepts.items() if "outside" in one}
+    if ahead := [id for id, one in elsewhere.items() if (one["over_words"]["low"] or 0) > 0]:
+        gap = ", ".join(
+            f"`{id}` {elsewhere[id]['auroc']:.2f} against {elsewhere[id]['baselines']['words']['auroc']:.2f}"
+            for id in ahead[:3]
+        )
+        sentences.append(f"On texts from elsewhere the probes hold where words do not: {gap}.")
+    return sentences
+
+
+def never_fires(concept: Quality) -> bool:
+    """Whether none of its own texts is over the threshold."""
+    return bool(concept["found"]["n"]) and concept["found"]["count"] == 0 and concept["found_in_text"]["count"] == 0
+
+
+def _of_alarms(quality: Quality) -> str:
+    concepts, tokens = quality["concepts"], quality["ordinary"]["mean_tokens"]
+    rates = {id: one["alert_of_texts"] for id, one in concepts.items()}
+    worst_id = max(rates, key=lambda id: (rates[id]["rate"], rates[id]["new_kind_high"]))
+    worst = rates[worst_id]
+    if tokens is None:
+        return (
+            f"No ordinary text was used: of 100 of your texts without it, {100 * worst['rate']:.1f} raise an alarm of"
+            f" `{worst_id}`; what other text does is not known."
+        )
+    kind, by_kind = worst["worst"], worst["by_kind"]
+    at_kind = f", {100 * by_kind[kind]['rate']:.1f} of its worst kind ({kind})" if kind else ""
+    new = max(one["new_kind_high"] for one in rates.values())
+    return (
+        f"Of 100 ordinary texts of about {tokens:.0f} tokens, of kinds that the probe never saw,"
+        f" {100 * worst['rate']:.1f} raise an alarm of `{worst_id}`{at_kind}"
+        f"{'; the other concepts are as quiet or quieter' if len(rates) > 1 else ''}. On a new kind of text expect up"
+        f" to {100 * new:.1f}."
+    )
+
+
+def _of_words(concepts: Quality) -> str:
+    behind = [id for id, one in concepts.items() if not beats(one, "words")]
     if not behind:
         subject = f"All {len(concepts)} probes are better" if len(concepts) > 1 else "The probe is better"
-        return f"{subject} than the words of a text (TF-IDF) and than input embeddings, on the same test."
-    against = {name: [id for id in behind if not beats(concepts[id], name)] for name in ("words", "embedding")}
-    plural = {"words": "the words of a text (TF-IDF)", "embedding": "input embeddings"}
-    if len({tuple(ids) for ids in against.values()}) == 1:
-        plural, against = {"words": " or ".join(plural.values())}, {"words": behind}
-    parts = [
-        f"{_some(ids)} {'is' if len(ids) == 1 else 'are'} not shown to beat {plural[name]}"
-        for name, ids in against.items()
-        if ids
-    ]
-    return f"{'; '.join(parts)} on the same test: a simpler monitor may do as well."
+        return f"{subject} than the words of a text (TF-IDF) at telling texts with a concept from those without."
+    verb = "is" if len(behind) == 1 else "are"
+    return (
+        f"{_some(behind)} {verb} not shown to beat the words of a text (TF-IDF) there: a simpler monitor may do as well"
+        " on short texts."
+    )
 
 
-def beats(found: Mapping[str, Any], name: str) -> bool:
+def beats(found: Quality, name: str) -> bool:
     """Whether the interval of a concept's gain over a baseline is above 0."""
     low = found[f"over_{name}"]["low"]
     return low is not None and low > 0
 
 
-def _some(ids: list[str]) -> str:
-    shown = ", ".join(f"`{id}`" for id in ids[:5])
-    return shown if len(ids) <= 5 else f"{shown} and {len(ids) - 5} more"
-
-
-def _n(n: int, noun: str) -> str:
-    return f"{n} {noun}{'' if n == 1 else 's'}"
-
-
-def _as_many(alert: Mapping[str, Any]) -> str:
-    dependent = alert["effective"] < alert["n"]
-    return f" (tokens of a text, and texts of a group, are alike: worth {alert['effective']})" if dependent else ""
-
-
-def warnings(quality: Mapping[str, Any]) -> list[str]:
+def warnings(quality: Quality) -> list[str]:
     """Return limits of the pack, a sentence each."""
-    sentences = []
-    concepts = quality["concepts"]
-    left_out = {name: split["left_out"] for name, split in quality["examples"].items() if "left_out" in split}
-    for kind in ("texts", "tokens"):
-        cut = [
-            f"{split[kind]} of {name}" for name, split in left_out.items() if (kind == "texts") == bool(split["texts"])
-        ]
-        if cut:
-            sentences.append(
-                f"The budget had no room for all {kind} ({', '.join(cut)} were left out): give more, or fewer layers."
-            )
-    drawn = [
-        f"{_DRAWN[kind]} {n['tokens']:,} of {n['of']:,}"
-        for kind, n in quality["drawn"].items()
-        if n["tokens"] < n["of"]
-    ]
-    if drawn:
-        sentences.append(
-            f"Not all training tokens had room in memory; evenly drawn ones were used: {', '.join(drawn)}."
-        )
+    sentences, concepts = [], quality["concepts"]
+    left_out = {name: one["left_out"]["texts"] for name, one in quality["examples"].items() if "left_out" in one}
+    if left_out:
+        cut = ", ".join(f"{n} of {name}" for name, n in left_out.items())
+        sentences.append(f"The budget had no room for all texts ({cut} were left out): give more, or fewer layers.")
+    contradictory = list(quality["contradictions"].items())
     sentences += [
         f"{_n(entry['texts'], 'text')} {'is' if entry['texts'] == 1 else 'are'} given with `{id}` and without it"
         f" ({entry['there']} and {entry['absent']} say the same): both are learnt, and nothing can be right on both."
-        for id, entry in list(quality["contradictions"].items())[:_UNLIKE]
+        for id, entry in contradictory[:_UNLIKE]
     ]
-    if len(quality["contradictions"]) > _UNLIKE:
-        others = list(quality["contradictions"])[_UNLIKE:]
-        sentences.append(f"So are texts of {_some(others)}.")
-    untested = [id for id, concept in concepts.items() if not (concept["n_positive"] and concept["n_negative"])]
-    if untested:
-        sentences.append(f"Nothing tests {_some(untested)}: there is no test text with it, or none without it.")
-    small = {
-        id: concept["alert_of_texts"] for id, concept in concepts.items() if not concept["alert_of_texts"]["holds"]
+    if len(contradictory) > _UNLIKE:
+        sentences.append(f"So are texts of {_some([id for id, _ in contradictory[_UNLIKE:]])}.")
+    raised: dict[str, list[str]] = {}
+    for id, one in concepts.items():
+        for kind in one["alert_of_texts"]["raised"]:
+            raised.setdefault(kind, []).append(id)
+    if raised:
+        kinds = "; ".join(f"{kind} ({_some(ids)})" for kind, ids in raised.items())
+        sentences.append(f"Thresholds had to rise to keep the rate on some kinds of text: {kinds}.")
+    loud = {
+        id: [kind for kind, rate in one["alert_of_texts"]["by_kind"].items() if rate["low"] > _LOUD * quality["fpr"]]
+        for id, one in concepts.items()
     }
-    if small:
-        worst = min(small.values(), key=lambda alert: alert["n"])
+    for id, kinds_of in loud.items():
+        if kinds_of:
+            sentences.append(f"`{id}` alarms more often than stated on {', '.join(kinds_of)}.")
+    near = [id for id, one in concepts.items() if (one["near_over"]["low"] or 0) > 0.25]
+    if near:
         sentences.append(
-            f"A false-positive rate of {quality['fpr']:g} by text cannot be claimed for {_some(list(small))}: that"
-            f" takes {worst['needed']} texts without the concept to calibrate on, and there are {worst['n']}"
-            f"{_as_many(worst)}. Those could claim at best {worst['rate']:.2g}. No threshold of running scores is"
-            " written for them."
+            f"{_some(near)} also fire{'s' if len(near) == 1 else ''} on more than a quarter of your own near misses:"
+            " what it tells from ordinary text, it does not tell from these."
         )
-    for rate in ("0.01", "0.001"):
-        scarce = [id for id, concept in concepts.items() if concept["tpr_at_fpr"][rate] is None]
-        if scarce:
-            fewest = min(concepts[id]["n_negative"] for id in scarce)
-            sentences.append(
-                f"The detections of {_some(scarce)} at {float(rate):.1%} of false positives cannot be estimated from"
-                f" {_n(fewest, 'test text')} without the concept."
-            )
-    few = {id: min(concept["n_positive"], concept["n_negative"]) for id, concept in concepts.items()}
-    scant = [id for id, n in few.items() if 0 < n < _FEWEST_TESTED]
-    if scant:
-        n = min(few[id] for id in scant)
-        sentences.append(
-            f"The areas of {_some(scant)} are of so few test texts (of one side {n}) that they mean little."
-        )
-    sentences += _of_thresholds(quality)
-    generated = [id for id, concept in concepts.items() if concept["n_generated"]]
-    if generated:
-        sentences.append(
-            f"The model wrote {_n(quality['examples']['train generated']['texts'], 'text')} to train on, of"
-            f" {_some(generated)}: what it makes of a concept may not be what you mean by it. None calibrates or tests."
-        )
-    over = {id: concept["alert"]["test"]["without"]["rate"] or 0 for id, concept in concepts.items()}
-    loud = sorted((id for id in over if over[id] > 2 * quality["fpr"]), key=lambda id: -over[id])
-    if loud:
-        sentences.append(
-            f"Thresholds of single tokens were set to a false-positive rate of {quality['fpr']:g}, and on test texts"
-            f" without it more fires of {_some(loud)}: up to {over[loud[0]]:.1%} of the tokens. Give more examples."
-        )
-    easy = [id for id, concept in concepts.items() if concept["beside_background"]]
-    if easy:
-        sentences.append(
-            f"Too few of your texts are without {_some(easy)} to train and test on: compared with background text"
-            " instead, which is easy to separate, for words and embeddings too."
-        )
-    return sentences
-
-
-def _of_thresholds(quality: Mapping[str, Any]) -> list[str]:
-    sentences, concepts = list[str](), quality["concepts"]
-    alerts = {id: concept["alert"] for id, concept in concepts.items() if not concept["alert"]["holds"]}
-    if alerts:
-        worst = min(alerts.values(), key=lambda alert: alert["effective"])
-        sentences.append(
-            f"A false-positive rate of {quality['fpr']:g} by token cannot be claimed for {_some(list(alerts))}: their"
-            f" thresholds are the highest score of {_n(worst['n'], 'benign token')}{_as_many(worst)}."
-        )
-    mute = [id for id, concept in concepts.items() if (concept["alert"]["threshold"] or 0) >= 1]
-    if mute:
-        sentences.append(
-            f"By single tokens {_some(mute)} can never fire: the threshold is 1, which no score exceeds, since benign"
-            " tokens score as high as any. Look for labels that are wrong, and try other layers or more texts."
-        )
-    unsure = [id for id, concept in concepts.items() if "precision" in concept and concept["precision"]["fired"] == 0]
+    unsure = [id for id, one in concepts.items() if "precision" in one and one["precision"]["fired"] == 0]
     if unsure:
         precision = float(_precise_set(quality).removeprefix(PRECISION))
         texts = _n(units_needed(1 - precision, 1 - CONFIDENCE), "text")
@@ -178,139 +144,299 @@ def _of_thresholds(quality: Mapping[str, Any]) -> list[str]:
             f" {'it' if len(unsure) == 1 else 'them'}, so `{quality['alert_sets'][0]}` is recommended. It takes"
             f" {texts} with a concept that fire, and none without, to show {100 * precision:g} %."
         )
+    generated = [id for id, one in concepts.items() if one["n_generated"]]
+    if generated:
+        sentences.append(
+            f"The model wrote {_n(quality['examples']['generated']['texts'], 'text')} to train on, of"
+            f" {_some(generated)}: what it makes of a concept may not be what you mean by it. None is judged."
+        )
+    easy = [id for id, one in concepts.items() if one["beside_ordinary"]]
+    if easy:
+        sentences.append(
+            f"No text of yours is without {_some(easy)}: compared with ordinary text instead, which is easy to"
+            " separate, for words, too."
+        )
     return sentences
 
 
-def card(name: str, data: Dataset, quality: Mapping[str, Any], settings: TrainingSettings, model_id: str) -> str:
-    """Return the card as Markdown."""
-    shown = dict(list(quality["concepts"].items())[:_SHOWN])
-    n_more = len(quality["concepts"]) - len(shown)
-    names = {concept.id: concept.name.replace("|", "\\|") for concept in data.concepts}
-    lines = [
-        f"# {name}",
-        "",
-        verdict(quality),
-        "",
-        f"{_n(len(data.concepts), 'concept')}{' in a hierarchy' if data.is_tree else ''}, read from"
-        f" {', '.join(sorted({result['site'] for result in quality['concepts'].values()}))} of"
-        f" {model_id or 'a model without a name'}. Method `{quality['method']}`{_kinds(quality)},"
-        f" seed {settings.seed}.",
-        "",
+def reads(id: str, concept: Quality) -> str:
+    """Return a sentence on what a probe seems to read, by what would do without it."""
+    signs, base, words = [], concept["baselines"], ", ".join(f"“{word}”" for word in concept["giveaways"][:4])
+    auroc = concept["auroc"] or 0.5
+    if words and concept["without_giveaways"] is not None and auroc - concept["without_giveaways"] > _LEANS:
+        signs.append(f"words such as {words}, without which it has {concept['without_giveaways']:.2f}")
+    elif words and (base["words"] or 0) >= auroc - 0.02:
+        signs.append(f"what words tell as well ({words})")
+    if max(base["length"] or 0.5, 1 - (base["length"] or 0.5)) > _TELLS:
+        signs.append("length: texts with it and without differ in it")
+    kind = concept["alert_of_texts"]["worst"]
+    if kind:
+        signs.append(f"something that {kind} has, too")
+    if not signs:
+        return f"`{id}` shows no sign of reading words, length or kinds of text instead of the concept."
+    return f"`{id}` may read {'; '.join(signs)}."
+
+
+def works(quality: Quality) -> tuple[list[str], list[list[str]]]:
+    """Return heads and rows of the table of what works."""
+    heads = [
+        "concept",
+        "read by",
+        "threshold",
+        "finds",
+        "in other text",
+        "near misses",
+        "of 100 ordinary texts",
+        "worst kind",
     ]
-    lines += [f"- {warning}" for warning in warnings(quality)]
-    lines += ["", "## On texts that chose nothing", ""]
-    lines.append(
-        f"A text's score is the highest of `{quality['watch']}` over its tokens, that of a stretch marked by spans the"
-        " mean. In brackets: intervals of 95 %, of"
-        " areas by a bootstrap of groups. TPR at FPR: the share of texts with the concept over the threshold that this"
-        " share of those without it exceeds."
-    )
-    lines += ["", "| concept | with | without | AUROC | TPR at 1 % | TPR at 0.1 % |", "|---|---:|---:|---:|---:|---:|"]
-    for id, result in shown.items():
-        rates = [_rate(result["tpr_at_fpr"][rate]) for rate in ("0.01", "0.001")]
-        lines.append(
-            f"| {names[id]} | {result['n_positive']} | {result['n_negative']} | {_area(result)} | {' | '.join(rates)} |"
+    rows = []
+    for id, one in list(quality["concepts"].items())[:_SHOWN]:
+        alert = one["alert_of_texts"]
+        kind = alert["worst"]
+        rows.append(
+            [
+                id,
+                one["reads"],
+                _threshold(alert),
+                _share(one["found"]),
+                _share(one["found_in_text"], short=True),
+                _share(one["near_over"], short=True),
+                f"{100 * alert['rate']:.1f} (under {100 * alert['high']:.1f})",
+                "none" if kind is None else f"{kind}, {100 * alert['by_kind'][kind]['rate']:.1f}",
+            ]
         )
-    lines += ["", "## Baselines and controls", ""]
-    lines.append(
-        "AUROC on the same test. Shuffled: probes that learnt shuffled labels, tested on such. Random: random"
-        " directions of the same states. Masked: the probe without the tokens of words that give the concept away."
-    )
-    heads = ["concept", "probe", "masked", "mass-mean", "LDA", *NAMES.values(), "shuffled", "random"]
-    lines += ["", f"| {' | '.join(heads)} |", "|---|" + "---:|" * (len(heads) - 1)]
-    for id, result in shown.items():
-        cells = [
-            result["auroc"],
-            result["without_giveaways"],
-            result["methods"]["mass_mean"],
-            result["methods"]["lda"],
-            *(result["baselines"][name] for name in NAMES),
-            result["shuffled"],
-            result["random_direction"],
-        ]
-        lines.append(f"| {names[id]} | {' | '.join(map(_number, cells))} |")
-    lines += ["", "## Alert thresholds", ""]
-    lines.append(
-        f"Of single tokens, to a false-positive rate of {quality['fpr']:g} on parts that neither trained nor test,"
-        " background among them; then what of the test exceeds them. Tokens of one text are alike: all count as so many"
-        " independent ones."
-    )
+    return heads, rows
+
+
+def needs(quality: Quality) -> tuple[list[str], list[list[str]]]:
+    """Return heads and rows of the table of how many more texts narrow a claim."""
+    heads = ["concept", "texts with it", f"for AUROC ± {_AREA_WIDTH}", f"for what it finds ± {_FOUND_WIDTH:.0%}"]
+    rows = []
+    for id, one in list(quality["concepts"].items())[:_SHOWN]:
+        n, auroc, found = one["n_positive"], one["auroc"], one["found"]["rate"]
+        if auroc is None or found is None:
+            continue
+        area = _until(lambda m, auroc=auroc: _half(*area_interval(auroc, m, m)) <= _AREA_WIDTH, n)  # type: ignore[misc]
+        spread = max(found * (1 - found), 0.05)
+        share = max(n, round(3.84 * spread / _FOUND_WIDTH**2))
+        if area > n or share > n:
+            rows.append([id, str(n), "enough" if area <= n else str(area), "enough" if share <= n else str(share)])
+    return heads, rows
+
+
+def _half(low: float, high: float) -> float:
+    return (high - low) / 2
+
+
+def _until(holds: Any, n: int) -> int:
+    """Return the least number from n on, in steps of a tenth, that suffices."""
+    while not holds(n):
+        n = n + max(1, n // 10)
+    return n
+
+
+def card(name: str, data: Dataset, quality: Quality, settings: TrainingSettings, model_id: str) -> str:
+    """Return the card as Markdown."""
+    concepts = dict(list(quality["concepts"].items())[:_SHOWN])
+    names = {concept.id: concept.name.replace("|", "\\|") for concept in data.concepts}
+    lines = [f"# {name}", "", *(line for sentence in verdict(quality) for line in (sentence, ""))]
+    sites = ", ".join(sorted({one["site"] for one in concepts.values()}))
     lines += [
+        f"{_n(len(data.concepts), 'concept')}{' in a hierarchy' if data.is_tree else ''}, read from {sites} of"
+        f" {model_id or 'a model without a name'}; seed {settings.seed}.",
         "",
-        "| concept | threshold | benign tokens | independent | of tokens with it | of others | of texts without it |",
-        "|---|---:|---:|---:|---:|---:|---:|",
     ]
-    for id, result in shown.items():
-        alert, test = result["alert"], result["alert"]["test"]
-        cells = [_number(test[key]["rate"]) for key in ("with", "without", "texts_without")]
-        counts = f"{alert['n']} | {alert['effective']}"
-        lines.append(f"| {names[id]} | {_threshold(alert)} | {counts} | {' | '.join(cells)} |")
-    if any("precision" in result for result in shown.values()):
-        precise = _precise_set(quality)
-        lines += [
-            "",
-            f"The set `{precise}`{', which is recommended' * (quality['alert_sets'][0] == precise)}: the lowest"
-            " of up to eight thresholds over which, with 95 % confidence for each concept by itself, that share of the"
-            " tokens that fire is of the concept, in the mix of the texts given here, which may not be yours.",
-            "",
-            "| concept | threshold | right of the tokens that fire, to calibrate | and of the test |",
-            "|---|---:|---:|---:|",
+    lines += ["## What works", ""]
+    lines.append(
+        "Every text is judged by probes that saw neither it nor its group or pair, and ordinary text by probes that saw"
+        " none of its kind; the probes of this pack then learnt from all. A text's score is the highest running score"
+        f" over its tokens. Thresholds are set so that of ordinary texts {quality['fpr']:.1%} exceed them. *Finds*: the"
+        " share of your texts over the threshold (95 % interval); *in other text*: of the same after other text; *near"
+        " misses*: of your texts without the concept. Alarms on ordinary text are counted kind by kind, at thresholds"
+        " set without the kind; *under*: with 95 % confidence."
+    )
+    lines += _table(*works(quality))
+    lines += [""] + [f"- {warning}" for warning in warnings(quality)]
+    lines += ["", "## Beside simpler monitors", ""]
+    lines.append(
+        "AUROC: how often a text with the concept scores higher than one without, on your texts. *In order*: within a"
+        " pair. *Masked*: without the tokens of words that give the concept away. *Shuffled*: labels at random."
+    )
+    heads = ["concept", "with", "without", "AUROC", "in other text", "in order", *BASELINES, "masked", "shuffled"]
+    rows = [
+        [
+            names[id],
+            str(one["n_positive"]),
+            str(one["n_negative"]),
+            _area(one),
+            _number(one["carried"]["auroc"]),
+            _share(one["pairs_in_order"], short=True),
+            *(_number(one["baselines"][name]) for name in BASELINES),
+            _number(one["without_giveaways"]),
+            _number(one["shuffled"]),
         ]
-        for id, result in shown.items():
-            entry = result["precision"]
-            reached = f"{entry['right']} of {entry['fired']}" if entry["fired"] else "not shown to be reached"
-            test = f"{entry['test']['count']} of {entry['test']['n']}" if entry["fired"] else "–"
-            lines.append(f"| {names[id]} | {_threshold(entry)} | {reached} | {test} |")
-    fires = quality["background_fires"]
-    if fires is not None:
-        lines += [
-            "",
-            f"On {fires['tokens']} tokens of background text that trained nothing, {fires['share_of_tokens']:.2%} have"
-            " a concept that fires.",
+        for id, one in concepts.items()
+    ]
+    lines += _table(heads, rows)
+    lines += [""] + [f"- {reads(id, one)}" for id, one in concepts.items()]
+    if any(one["tokens"] for one in concepts.values()):
+        lines += ["", "## Tokens of marked stretches", ""]
+        lines.append("AUROC of single tokens: of the stretch against the rest of its text, and against the twin.")
+        rows = [
+            [
+                names[id],
+                str(one["tokens"]["inside"]),
+                *(_number(one["tokens"][key]) for key in ("against_rest", "against_twins")),
+            ]
+            for id, one in concepts.items()
+            if one["tokens"]
         ]
-    outside = {id: result["outside"] for id, result in shown.items() if "outside" in result}
-    if outside:
-        lines += [
-            "",
-            "## Elsewhere",
-            "",
-            "Texts of groups or files that were used for neither training nor calibration.",
-        ]
-        lines += ["", "| concept | with | without | AUROC |", "|---|---:|---:|---:|"]
-        lines += [
-            f"| {names[id]} | {result['n_positive']} | {result['n_negative']} | {_area(result)} |"
-            for id, result in outside.items()
-        ]
-    if n_more:
-        lines += ["", f"And {n_more} more concepts: `quality` in the manifest."]
-    lines += ["", "## Layers", "", "AUROC by cross-validation among the texts that train, and its standard error."]
-    lines += ["", "| site | AUROC | standard error |", "|---|---:|---:|"]
-    lines += [f"| {row['site']} | {row['auroc']:.4f} | {row['standard_error']:.4f} |" for row in quality["sites"]]
+        lines += _table(["concept", "tokens", "against the rest", "against the twin"], rows)
+    lines += _kinds(quality, names)
+    lines += _tokens(quality, names)
+    lines += _elsewhere(concepts, names)
+    if len(quality["concepts"]) > len(concepts):
+        more = len(quality["concepts"]) - len(concepts)
+        lines += ["", f"And {more} more concepts: `quality` in the manifest."]
+    lines += ["", "## What was tried", ""]
+    lines.append(
+        "Mean over concepts of AUROC and of what is found at one alarm in 100 ordinary texts, alone and in other text,"
+        " out of fold; with its standard error over folds."
+    )
+    lines += _table(
+        ["site", "scale", "tokens", "merit", "standard error", "concepts"],
+        [
+            [
+                row["site"],
+                row["scale"],
+                str(row["width"]),
+                f"{row['merit']:.3f}",
+                f"{row['standard_error']:.3f}",
+                str(row["concepts"]),
+            ]
+            for row in quality["tried"]
+        ],
+    )
+    heads, rows = needs(quality)
+    if rows:
+        lines += ["", "## How many texts would tell more", ""]
+        lines.append("In all, with and without the concept each, for an interval as narrow as the column says.")
+        lines += _table(heads, rows)
     return "\n".join(lines) + "\n"
 
 
-def _precise_set(quality: Mapping[str, Any]) -> str:
+def _kinds(quality: Quality, names: Mapping[str, str]) -> list[str]:
+    concepts = dict(list(quality["concepts"].items())[:_KINDS])
+    kinds = list(next(iter(concepts.values()))["alert_of_texts"]["by_kind"])
+    if not kinds:
+        return []
+    lines = ["", "## False alarms by kind of text", ""]
+    lines.append("Texts with an alarm, of so many, by probes that saw none of the kind.")
+    rows = []
+    for kind in kinds:
+        rates = [one["alert_of_texts"]["by_kind"][kind] for one in concepts.values()]
+        rows.append([kind, str(rates[0]["n"]), *(str(rate["alarms"]) for rate in rates)])
+    rows.sort(key=lambda row: -max(map(int, row[2:])))
+    return lines + _table(["kind", "texts", *(names[id] for id in concepts)], rows)
+
+
+def _tokens(quality: Quality, names: Mapping[str, str]) -> list[str]:
+    concepts = dict(list(quality["concepts"].items())[:_SHOWN])
+    lines = ["", "## Thresholds of single tokens", ""]
+    lines.append(
+        f"What a rule without a running score compares with: of the tokens of ordinary text {quality['fpr']:.1%} exceed"
+        " it, so most long texts do somewhere. *Texts with it*: those of yours with a token over it."
+    )
+    rows = []
+    for id, one in concepts.items():
+        alert = one["alert"]
+        kind = alert["worst"]
+        rows.append(
+            [
+                names[id],
+                _threshold(alert),
+                f"{alert['rate']:.2%} (under {alert['high']:.2%})",
+                "none" if kind is None else f"{kind}, {alert['by_kind'][kind]['rate']:.2%}",
+                _share(alert["found"], short=True),
+            ]
+        )
+    lines += _table(["concept", "threshold", "of ordinary tokens", "worst kind", "texts with it"], rows)
+    if any("precision" in one for one in concepts.values()):
+        precise = _precise_set(quality)
+        recommended = ", which is recommended" * (quality["alert_sets"][0] == precise)
+        lines += [
+            "",
+            f"The set `{precise}`{recommended}: the lowest of up to eight thresholds over which, with 95 % confidence"
+            " for each concept by itself, that share of the tokens that fire is of the concept, in the mix of the texts"
+            " given here, which may not be yours.",
+        ]
+        rows = []
+        for id, one in concepts.items():
+            entry = one["precision"]
+            right = f"{entry['right']} of {entry['fired']}" if entry["fired"] else "not shown to be reached"
+            rows.append([names[id], _threshold(entry), right])
+        lines += _table(["concept", "threshold", "right of the tokens that fire"], rows)
+    return lines
+
+
+def _elsewhere(concepts: Quality, names: Mapping[str, str]) -> list[str]:
+    outside = {id: one["outside"] for id, one in concepts.items() if "outside" in one}
+    if not outside:
+        return []
+    lines = ["", "## Elsewhere", "", "Texts that neither trained nor chose anything, and the same monitors on them."]
+    rows = [
+        [
+            names[id],
+            str(one["n_positive"]),
+            str(one["n_negative"]),
+            _area(one),
+            _share(one["found"], short=True),
+            _share(one["near_over"], short=True),
+            *(_number(one["baselines"][name]["auroc"]) for name in BASELINES),
+        ]
+        for id, one in outside.items()
+    ]
+    return lines + _table(["concept", "with", "without", "AUROC", "finds", "near misses", *BASELINES], rows)
+
+
+def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    return [
+        "",
+        f"| {' | '.join(heads)} |",
+        "|---|" + "---:|" * (len(heads) - 1),
+        *(f"| {' | '.join(row)} |" for row in rows),
+    ]
+
+
+def _precise_set(quality: Quality) -> str:
     return next(str(name) for name in quality["alert_sets"] if name.startswith(PRECISION))
 
 
-def _kinds(quality: Mapping[str, Any]) -> str:
-    areas = [f"{name} {area:.3f}" for name, area in quality["kinds"].items()]
-    return f", chosen by AUROC on a fifth of the training groups ({', '.join(areas)})" if areas else ""
-
-
-def _threshold(entry: Mapping[str, Any]) -> str:
+def _threshold(entry: Quality) -> str:
     return "none" if entry["threshold"] is None else in_short(entry["threshold"], ".4f")
+
+
+def _area(entry: Quality) -> str:
+    if entry["auroc"] is None:
+        return "–"
+    return f"{entry['auroc']:.3f} ({entry['low']:.3f} to {entry['high']:.3f})"
+
+
+def _share(entry: Quality, *, short: bool = False) -> str:
+    if entry["rate"] is None:
+        return "–"
+    found = f"{entry['count']} of {entry['n']}"
+    return found if short else f"{found} ({entry['low']:.0%} to {entry['high']:.0%})"
 
 
 def _number(value: float | None) -> str:
     return "–" if value is None else f"{value:.3f}"
 
 
-def _area(entry: Mapping[str, Any]) -> str:
-    if entry["low"] is None:
-        return _number(entry["auroc"])
-    return f"{entry['auroc']:.3f} ({entry['low']:.3f} to {entry['high']:.3f})"
+def _some(ids: Sequence[str]) -> str:
+    shown = ", ".join(f"`{id}`" for id in ids[:5])
+    return shown if len(ids) <= 5 else f"{shown} and {len(ids) - 5} more"
 
 
-def _rate(entry: Mapping[str, float] | None) -> str:
-    return "too few" if entry is None else f"{entry['rate']:.2f} ({entry['low']:.2f} to {entry['high']:.2f})"
+def _n(n: int, noun: str) -> str:
+    return f"{n:,} {noun}{'' if n == 1 else 's'}"

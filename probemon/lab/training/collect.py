@@ -173,7 +173,7 @@ def collect(
             for part in parts_of(example, text, encoded, place):
                 labels[part.tokens] = part.known
             known[store.first[i] : store.first[i] + len(positions[i])] = labels[positions[i]]
-        group = group_examples(examples.texts, texts)
+        group = group_examples(examples.texts, texts, examples.known()).number
         rows = {
             name: np.concatenate([np.zeros(0, dtype=np.int64), *(getattr(encoded, name) for encoded in tokens)])
             for name in ("ids", "start", "end")

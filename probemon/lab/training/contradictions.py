@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from probemon.lab.training.dataset import Dataset
+from probemon.lab.training.dataset import ELSEWHERE, OWN, Dataset
 from probemon.lab.training.labels import Known
 
 
@@ -28,7 +28,8 @@ class Contradiction:
 def contradictions(data: Dataset) -> Iterator[Contradiction]:
     """Yield one for each concept and contradictory text; whitespace is ignored."""
     copies: dict[tuple[str, ...], list[int]] = defaultdict(list)
-    for document in np.unique(data.document).tolist():
+    own = data.is_of(OWN, ELSEWHERE)
+    for document in np.unique(data.document[own[data.document]]).tolist():
         copies[tuple(data.texts[document].text.split())].append(document)
     for documents in copies.values():
         if len(documents) > 1:
@@ -41,7 +42,7 @@ def contradictions(data: Dataset) -> Iterator[Contradiction]:
 def _of_tokens(data: Dataset, document: int) -> Known:
     """Labels `[T, P]`."""
     known = np.full((len(data.tokens[document]), len(data.concepts)), -1, dtype=np.int8)
-    for part in np.flatnonzero(data.document == document):
+    for part in np.flatnonzero(data.document == document).tolist():
         known[data.positions[part]] = data.known[part]
     return known
 

@@ -1,14 +1,15 @@
-"""Training data: parts of texts, their labels, and splits for training, calibration and test.
+"""Training data: texts, their labelled parts, and folds.
 
-    data = Dataset.of_examples(examples, reader, background=passages(tokenizer), seed=0)
-    data.of("train") & ~data.background         # [S] bool
+    data = Dataset.of_examples(examples, reader, ordinary=ordinary(tokenizer), seed=0)
+    data.fold                 # [N]: the fold that a text is left out of; NEVER, OUTSIDE
 
-Groups, pairs and near duplicates stay together. "outside": held-out groups and second files, only tested on.
+Groups, pairs, twins and near duplicates share a fold, and so do all ordinary texts of a kind: a text is only judged by
+probes that saw nothing of its group or kind. In the end probes learn from everything but `OUTSIDE`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -18,64 +19,86 @@ from probemon.core.hierarchy import Ints, Mask
 from probemon.errors import TrainingError
 from probemon.host.chat_dates import CHAT_DATE
 from probemon.lab.corpora.windows import WindowTokens
+from probemon.lab.training.carriers import in_carriers
 from probemon.lab.training.examples import Concept, Example, Examples
 from probemon.lab.training.groups import group_examples, split_groups
 from probemon.lab.training.labels import Known, parts_of
+from probemon.lab.training.ordinary import Ordinary, render_whole
 from probemon.lab.training.state_store import TextReader
-from probemon.lab.training.texts import Text, render
+from probemon.lab.training.texts import Text, after, render
 from probemon.util.counted import counted
 
-SHARES = {"train": 0.5, "calibrate": 0.2, "test": 0.3}
-OUTSIDE = "outside"
-FEWEST_GROUPS = 8  # four to train, one or two each to calibrate and to test
+OWN, CARRIED, ELSEWHERE, ORDINARY, TEMPLATE = range(5)
+N_FOLDS = 5
+NEVER, OUTSIDE = -1, -2  # trains always and is never judged; never trains
+FEWEST_GROUPS = 8
 FEWEST_OWN = 4  # if the model writes more
 
 
 @dataclass(frozen=True)
 class Dataset:
-    """S parts of N texts.
+    """N texts and their S parts.
 
-    - `document [S]`, `positions`: text and tokens of a part; `known [S, P]`.
-    - `group`, `split`, `background`, `generated` `[S]`.
-    - `of_span [S]`: whether it comes from spans.
+    - `texts`, `tokens`, `examples`: of each text
+    - `origin [N]`: OWN, CARRIED (own, in ordinary text), ELSEWHERE (second files), ORDINARY or TEMPLATE
+    - `kind [N]`: of an ordinary text, in `kinds`; else -1
+    - `group`, `fold` `[N]`; `generated [N]`
+    - `document [S]`, `positions`: text and tokens of a part; `known [S, P]`: its labels
+    - `twins`: of how many pairs across labels `group` was found, not given
     """
 
     concepts: tuple[Concept, ...]
     parents: tuple[tuple[int, ...], ...]
-    texts: list[Text]
-    tokens: list[WindowTokens]
-    document: Ints
-    positions: list[Ints]
-    known: Known
+    kinds: tuple[str, ...]
+    texts: Sequence[Text]
+    tokens: Sequence[WindowTokens]
+    origin: Ints
+    kind: Ints
     group: Ints
-    split: np.ndarray
-    background: Mask
+    fold: Ints
     generated: Mask
-    of_span: Mask
-    whole: Mask = field(repr=False)
-
-    def of(self, *names: str) -> Mask:
-        """Return which parts are in these splits `[S]`."""
-        return np.isin(self.split, names)
-
-    @cached_property
-    def beside_background(self) -> Mask:
-        """Concepts with too few negatives, except background, to train and test `[P]`."""
-        absent = (self.known == 0) & ~self.background[:, None]
-        lacking: Mask = ~np.stack([absent[self.of(name)].any(axis=0) for name in ("train", "test")])
-        return np.asarray(lacking.any(axis=0))
-
-    @cached_property
-    def compared(self) -> Known:
-        """Labels `[S, P]` for comparisons: background, which is easy, only for `beside_background`."""
-        known = self.known.copy()
-        known[np.ix_(self.background, ~self.beside_background)] = -1
-        return known
+    document: Ints
+    positions: Sequence[Ints]
+    known: Known
+    n_twins: int = 0
+    examples: Sequence[Example] = field(default=(), repr=False)
 
     @cached_property
     def is_tree(self) -> bool:
         """Whether any concept has parents."""
         return any(self.parents)
+
+    @cached_property
+    def text_known(self) -> Known:
+        """Labels of texts `[N, P]`: 1 if a part has the concept, 0 if all that counts is known to be without it."""
+        shape = (len(self.texts), len(self.concepts))
+        highest, lowest = np.full(shape, -1, dtype=np.int8), np.full(shape, 1, dtype=np.int8)
+        np.maximum.at(highest, self.document, self.known)
+        np.minimum.at(lowest, self.document, self.known)
+        known: Known = np.where(highest == 1, 1, np.where((highest == 0) & (lowest == 0), 0, -1)).astype(np.int8)
+        return known
+
+    @cached_property
+    def learnt(self) -> Known:
+        """Labels that a concept learns from `[S, P]`: `known`, without parts that have none of its parents."""
+        labels = self.known.copy()
+        for p, above in enumerate(self.parents):
+            if above:
+                labels[(self.known[:, list(above)] == 0).all(axis=1), p] = -1
+        return labels
+
+    @cached_property
+    def has_spans(self) -> Mask:
+        """Concepts with a text that has them in part of its counted tokens only `[P]`."""
+        present = self.known == 1
+        mixed = np.zeros((len(self.texts), len(self.concepts)), dtype=bool)
+        np.logical_or.at(mixed, self.document, ~present)
+        found: Mask = (mixed & (self.text_known == 1)).any(axis=0)
+        return found
+
+    def is_of(self, *origins: int) -> Mask:
+        """Return which texts are of these origins `[N]`."""
+        return np.isin(self.origin, origins)
 
     @cached_property
     def wanted(self) -> list[Ints]:
@@ -85,30 +108,10 @@ class Dataset:
             by_text[document].append(positions)
         return [np.sort(np.concatenate([np.zeros(0, dtype=np.int64), *parts])) for parts in by_text]
 
-    def part_of(self, document: Ints, position: Ints) -> Ints:
-        """Return the part of each of these wanted tokens."""
-        width = max((len(tokens) for tokens in self.tokens), default=0) + 1
-        places = np.concatenate(
-            [np.zeros(0, dtype=np.int64)]
-            + [document * width + positions for document, positions in zip(self.document, self.positions, strict=True)]
-        )
-        parts = np.repeat(np.arange(len(self.positions)), [len(positions) for positions in self.positions])
-        order = np.argsort(places)
-        matches: Ints = parts[order][np.searchsorted(places[order], document * width + position)]
-        return matches
-
-    def text_of(self, part: int) -> str:
-        """Return the text of a part."""
-        document = int(self.document[part])
-        text, tokens, positions = self.texts[document], self.tokens[document], self.positions[part]
-        if len(positions) == len(tokens) and text.counted is None:
-            return text.text
-        if tokens.start.min() < 0:
-            return " ".join(text.text[a:b] for a, b in text.counted or ((0, len(text.text)),))
-        breaks = np.flatnonzero(np.diff(positions) > 1) + 1
-        return " ".join(
-            text.text[int(tokens.start[run[0]]) : int(tokens.end[run[-1]])] for run in np.split(positions, breaks)
-        )
+    def text_of(self, document: int) -> str:
+        """Return what counts of a text."""
+        text = self.texts[document]
+        return " ".join(text.text[a:b] for a, b in text.counted or ((0, len(text.text)),))
 
     @classmethod
     def of_examples(
@@ -116,150 +119,157 @@ class Dataset:
         examples: Examples,
         reader: TextReader,
         *,
-        background: Sequence[Example] = (),
+        ordinary: Ordinary | None = None,
         outside: Examples | None = None,
-        held_out: Sequence[str] = (),
+        held_out: Mapping[str, Sequence[str]] | None = None,
         roles: Sequence[str] = ("assistant",),
         chat_date: str = CHAT_DATE,
         seed: int = 0,
     ) -> Dataset:
-        """Render, tokenise and split examples. Raises `TrainingError`, for example if a concept has too few."""
+        """Render, tokenise, group and deal examples. Raises `TrainingError`, for example if a concept has too few."""
         concepts = tuple(examples.concepts.values())
         place = {concept.id: p for p, concept in enumerate(concepts)}
+        ordinary = ordinary or Ordinary()
+        tokenizer = reader.plain.tokenizer
         tested_only = () if outside is None else outside.texts
         for example in tested_only:
             for id in example.named:
                 if id not in place:
                     raise TrainingError(f"{example.where} is of {id!r}, which is not in the training examples")
-        missing = sorted(set(held_out) - {example.group for example in examples.texts})
-        if missing:
-            raise TrainingError(f"no example is of the held-out group {missing[0]!r}")
-        everything = [*examples.texts, *tested_only, *background]
-        texts = render([*examples.texts, *tested_only], reader.plain.tokenizer, roles=roles, chat_date=chat_date)
-        texts += _of_background(background, reader, roles, chat_date)
+        own = [*examples.texts, *tested_only]
+        rendered = render(own, tokenizer, roles=roles, chat_date=chat_date)
+        groups = group_examples(own, rendered, examples.known_of(own))
+        is_outside = _held_out(own, held_out or {}) | (np.arange(len(own)) >= len(examples.texts))
+        # A whole group is outside if any of its texts is.
+        is_outside = np.isin(groups.number, groups.number[is_outside])
+        trains = [i for i in range(len(examples.texts)) if not is_outside[i]]
+        # Without character offsets a carrier's end cannot be found among the tokens.
+        carriers = ordinary.carriers if getattr(tokenizer, "is_fast", False) else ()
+        carried = in_carriers([own[i] for i in trains], groups.number[trains], carriers, roles, seed=seed)
+        carried_texts = render([one.example for one in carried], tokenizer, roles=roles, chat_date=chat_date)
+        carried_texts = [after(text, one.n_before, one.turn) for one, text in zip(carried, carried_texts, strict=True)]
+        plain = [*(example for _, example in ordinary.measured), *ordinary.template]
+        everything = [*own, *(one.example for one in carried), *plain]
+        texts = [*rendered, *carried_texts, *(render_whole(example, tokenizer, chat_date) for example in plain)]
+        origin = np.repeat(
+            [OWN, ELSEWHERE, CARRIED, ORDINARY, TEMPLATE],
+            [len(examples.texts), len(tested_only), len(carried), len(ordinary.measured), len(ordinary.template)],
+        )
         tokens = reader.tokens(texts)
-        document, positions, known, origin = [], [], [], []
-        for i, (example, text, own) in enumerate(zip(everything, texts, tokens, strict=True)):
-            if i >= len(everything) - len(background):
-                example = Example(example.where, example.text, labels=dict.fromkeys(place, False))
-            for part in parts_of(example, text, own, place):
+        nothing = dict.fromkeys(place, False)
+        document, positions, known = list[int](), list[Ints](), list[Known]()
+        for i, (example, text, ids) in enumerate(zip(everything, texts, tokens, strict=True)):
+            labelled = example if origin[i] < ORDINARY else Example(example.where, example.text, labels=nothing)
+            for part in parts_of(labelled, text, ids, place):
                 document.append(i)
                 positions.append(part.tokens)
                 known.append(part.known)
-                origin.append(0 if i < len(examples.texts) else 1 if i < len(everything) - len(background) else 2)
-        where, labels = np.asarray(document, dtype=np.int64), np.asarray(known, dtype=np.int8).reshape(-1, len(place))
-        by_text = group_examples(everything, texts)
-        group, kind = by_text[where], np.asarray(origin)
-        is_held_out = np.asarray([example.group in held_out for example in everything])[where] & (kind == 0)
-        # A whole group is outside if any of its texts is.
-        is_outside = np.isin(group, group[(kind == 1) | is_held_out])
-        # Groups with generated texts only train.
-        generated = np.asarray([example.generated for example in everything])[where]
-        only_trains = np.isin(group, group[generated]) & ~is_outside
-        split = np.full(len(where), OUTSIDE, dtype=object)
-        split[only_trains] = "train"
-        splittable = ~is_outside & ~only_trains
-        masks = split_groups(*_renumbered(group, labels, splittable), SHARES, seed=seed)
-        for name, mask in masks.items():
-            split[np.flatnonzero(splittable)[mask]] = name
+        kinds = ordinary.kinds
+        kind = np.full(len(texts), -1, dtype=np.int64)
+        kind[origin == ORDINARY] = [kinds.index(name) for name, _ in ordinary.measured]
+        source = np.asarray([trains[one.of] for one in carried], dtype=np.int64)
+        group = np.concatenate(
+            [
+                groups.number,
+                groups.number[source],
+                groups.number.max(initial=-1) + 1 + np.arange(np.sum(origin >= ORDINARY)),
+            ]
+        )
+        generated = np.asarray([example.generated for example in everything])
+        labels = np.asarray(known, dtype=np.int8).reshape(-1, len(place))
         data = cls(
             concepts,
             tuple(tuple(place[parent] for parent in concept.parents) for concept in concepts),
+            kinds,
             texts,
             tokens,
-            where,
+            origin,
+            kind,
+            group,
+            np.full(len(texts), NEVER, dtype=np.int64),
+            generated,
+            np.asarray(document, dtype=np.int64),
             positions,
             labels,
-            group,
-            split,
-            kind == 2,
-            generated,
-            np.asarray([bool(example.spans) for example in everything])[where],
-            np.isin(np.arange(len(texts)), where[split != "train"]),
+            groups.n_twins,
+            everything,
         )
+        fold = data._dealt(np.isin(group, group[: len(own)][is_outside]), seed)
+        data.fold[:] = fold
         try:
             data._check_enough()
         except TrainingError as error:
-            own = group[kind == 0]
-            if n := len(np.intersect1d(own, group[kind == 1])):
+            if n := len(np.intersect1d(groups.number[: len(examples.texts)], groups.number[len(examples.texts) :])):
                 raise TrainingError(
-                    f"the texts of --test are the training's, too: {n} of {counted(len(np.unique(own)), 'group')} of"
-                    f" the training only test, and too few are left: give other texts to test on ({error})"
+                    f"the texts of --test are the training's, too: {n} of"
+                    f" {counted(len(np.unique(groups.number[: len(examples.texts)])), 'group')} of the training only"
+                    f" test, and too few are left: give other texts to test on ({error})"
                 ) from error
             raise
         return data
 
+    def _dealt(self, outside: Mask, seed: int) -> Ints:
+        """Return the fold of each text `[N]`."""
+        fold = np.full(len(self.texts), NEVER, dtype=np.int64)
+        own = self.is_of(OWN, CARRIED, ELSEWHERE)
+        # Groups with generated texts only train.
+        dealt = own & ~outside & ~np.isin(self.group, self.group[self.generated])
+        if dealt.any():
+            numbers = np.unique(self.group[dealt], return_inverse=True)[1].astype(np.int64)
+            shares = {str(k): 1.0 for k in range(N_FOLDS)}
+            for k, mask in enumerate(split_groups(numbers, self.text_known[dealt], shares, seed=seed).values()):
+                fold[np.flatnonzero(dealt)[mask]] = k
+        order = np.random.default_rng([seed, 1]).permutation(len(self.kinds))
+        fold_of_kind = np.empty(len(self.kinds), dtype=np.int64)
+        fold_of_kind[order] = np.arange(len(self.kinds)) % N_FOLDS
+        measured = self.is_of(ORDINARY)
+        fold[measured] = fold_of_kind[self.kind[measured]]
+        fold[own & outside] = OUTSIDE
+        return fold
+
     def _check_enough(self) -> None:
         for p, concept in enumerate(self.concepts):
-            present = (self.known[:, p] == 1) & (self.split != OUTSIDE)
+            trains = self.is_of(OWN) & (self.fold != OUTSIDE)
+            present = (self.text_known[:, p] == 1) & trains
             has_generated = bool((present & self.generated).any())
-            present &= ~np.isin(self.group, self.group[self.generated])
-            n = len(np.unique(self.group[present]))
+            n = len(np.unique(self.group[present & (self.fold >= 0)]))
             if n < (FEWEST_OWN if has_generated else FEWEST_GROUPS):
                 raise TrainingError(
-                    f"the concept {concept.id!r} has examples in {n} group{'' if n == 1 else 's'} (pairs, documents and"
-                    " near duplicates count once): "
+                    f"the concept {concept.id!r} has examples in {n} group{'' if n == 1 else 's'} (pairs, documents,"
+                    " twins and near duplicates count once): "
                     + (
                         f"give {FEWEST_OWN} or more, since what the model wrote does not test it"
                         if has_generated
                         else f"give {FEWEST_GROUPS} or more, or {FEWEST_OWN} and let the model write more (generate=N)"
                     )
                 )
+        for p in range(len(self.concepts)):
             self._check_absent(p)
 
     def _check_absent(self, p: int) -> None:
         id, parents = self.concepts[p].id, self.concepts[p].parents
-        absent = self.known[:, p] == 0
-        if not (absent & (self.split != OUTSIDE)).any():
-            raise TrainingError(
-                f"nothing is without the concept {id!r}: give texts with it in 'not', counterexamples, or background"
-                " text"
-            )
-        if not all((absent & self.of(name)).any() for name in SHARES):
-            n = len(np.unique(self.group[absent & (self.split != OUTSIDE)]))
-            raise TrainingError(
-                f"what is without the concept {id!r} is in {n} group{'' if n == 1 else 's'} (pairs, documents and near"
-                " duplicates count once), which is too few to train, calibrate and test on: give more of them, or"
-                " background text"
-            )
-        if parents and not (absent & self._may_be(p) & self.of("train")).any():
+        absent = (self.learnt[:, p] == 0) & (self.fold[self.document] != OUTSIDE)
+        if parents and not absent.any():
             raise TrainingError(
                 f"nothing of {' or '.join(map(repr, parents))} is known to be without {id!r}, so they cannot"
                 f" be separated: give counterexamples of {id!r}, a sibling concept, or texts with it in 'not'"
             )
-
-    def _may_be(self, p: int) -> Mask:
-        """Parts that may have a parent `[S]`."""
-        return ~(self.known[:, list(self.parents[p])] == 0).all(axis=1)
-
-    @cached_property
-    def learnt(self) -> Known:
-        """Labels for training each concept `[S, P]`: `known`, without parts that have none of its parents."""
-        return self._inside(self.known)
-
-    @cached_property
-    def compared_inside(self) -> Known:
-        """`compared`, restricted like `learnt`."""
-        return self._inside(self.compared)
-
-    def _inside(self, known: Known) -> Known:
-        labels = known.copy()
-        for p, above in enumerate(self.parents):
-            if above:
-                labels[~self._may_be(p), p] = -1
-        return labels
+        n = len(np.unique(self.group[self.document[absent]]))
+        if n < N_FOLDS:
+            raise TrainingError(
+                f"what is without the concept {id!r} is in {n} group{'' if n == 1 else 's'} (pairs, documents, twins"
+                " and near duplicates count once), which is too few to learn from and to judge on: give more in 'not',"
+                " counterexamples, or ordinary text"
+            )
 
 
-def _of_background(background: Sequence[Example], reader: TextReader, roles: Sequence[str], date: str) -> list[Text]:
-    try:
-        return render(background, reader.plain.tokenizer, roles=roles, chat_date=date)
-    except TrainingError as error:
-        raise TrainingError(
-            "part of the background text is chats of a user and an assistant, which this model's chat template does"
-            f" not accept, or which have no turn of {' or '.join(roles)}: leave it out (background=False)"
-        ) from error
-
-
-def _renumbered(group: Ints, labels: Known, use: Mask) -> tuple[Ints, Known]:
-    _, numbers = np.unique(group[use], return_inverse=True)
-    return numbers.astype(np.int64), labels[use]
+def _held_out(own: Sequence[Example], held_out: Mapping[str, Sequence[str]]) -> Mask:
+    """Return which examples have one of these values of a field `[N]`. Raises `TrainingError` for one that none has."""
+    out = np.zeros(len(own), dtype=bool)
+    for field_name, values in held_out.items():
+        for value in values:
+            mask = np.asarray([example.value_of(field_name) == value for example in own], dtype=bool)
+            if not mask.any():
+                raise TrainingError(f"no example has {field_name} {value!r}, which is to be held out")
+            out |= mask
+    return out

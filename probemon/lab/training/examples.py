@@ -7,15 +7,21 @@ Kinds of rows; other fields are ignored:
 
 - `{"text": "...", "labels": ["spam"], "not": ["sells"]}`: a text. Unlisted concepts are unknown; with `exclusive`,
   absent.
-- `{"positive": "...", "negative": "...", "concept": "spam"}`: two texts that differ in the concept.
+- `{"positive": "...", "negative": "...", "concept": "spam"}`: two texts, or two lists of messages, that differ in the
+  concept.
 - `{"text": "...", "spans": [{"start": 4, "end": 9, "concept": "whale"}]}`: characters of a text. Elsewhere the concepts
-  are absent, or unknown if `"rest"` is `"unknown"`.
+  are absent, or unknown if `"rest"` is `"unknown"`. Shorter: `"spans": {"whale": [[4, 9]]}`.
 - `{"messages": [...], "labels": [...]}`: a chat in OpenAI's form (also `tools`); the labels are of the trained turns.
+  Its spans also have a `"turn"`: the number of the message, from 0.
 - in YAML, concepts: `id`, `name`, `definition`, `parents`, `examples`, `counterexamples`. Examples are without the
   sibling concepts.
 
+`present` and `absent` are other names of `labels` and `not`; a concept in `unsure` is unknown on purpose: it neither
+trains nor tests.
+
 A text with a concept also has its ancestors; one without it has none of its descendants. A `"group"` (author, document,
-template) is not split. Files: JSON lines, CSV (labels separated by ";"), parquet, YAML.
+template) is not split. Other fields (`author`, `genre`) can be held out. Files: JSON lines, CSV (labels separated by
+";"), parquet, YAML.
 """
 
 from __future__ import annotations
@@ -42,14 +48,20 @@ from probemon.util.counted import counted
 RESTS = ("negative", "unknown")
 ROLES = ("user", "assistant", "system", "developer", "tool")
 _CONCEPT_KEYS = {"id", "name", "definition", "parents", "examples", "counterexamples"}
-_ROW_KEYS = ("text", "label", "labels", "not", "group", "spans", "rest", "messages", "positive", "negative", "concept")
+_ROW_KEYS = (
+    "text", "label", "labels", "present", "not", "absent", "unsure", "group", "spans", "rest", "messages", "positive",
+    "negative", "concept",
+)  # fmt: skip
 _INSTRUCT = ("system", "developer")
 _NO_NAMES = {"0", "1", "true", "false", "yes", "no"}  # not names of concepts
-_SPAN_KEYS = {"start", "end", "concept", "is"}
+_SPAN_KEYS = {"start", "end", "concept", "is", "turn"}
 # Fields that contradict each other.
 _ALONE = {
-    "positive": ("text", "messages", "spans", "rest", "label", "labels", "not"),
-    "messages": ("text", "spans", "rest"),
+    "positive": ("text", "messages", "spans", "rest", "label", "labels", "not", "present", "absent"),
+    "messages": ("text",),
+    "label": ("labels", "present"),
+    "labels": ("present",),
+    "not": ("absent",),
 }
 
 
@@ -65,12 +77,13 @@ class Concept:
 
 @dataclass(frozen=True)
 class Span:
-    """Characters `start` to `end` of a text with a concept, or (`positive` False) without."""
+    """Characters `start` to `end` of a text, or of a chat's turn, with a concept, or (`positive` False) without."""
 
     start: int
     end: int
     concept: str
     positive: bool = True
+    turn: int | None = None
 
 
 @dataclass(frozen=True)
@@ -84,6 +97,8 @@ class Example:
     - `of_concept`: given by a concept.
     - `generated`: written by the model.
     - `tools`: for the chat template.
+    - `unsure`: concepts that are unknown on purpose.
+    - `fields`: other fields of its row.
     """
 
     where: str
@@ -97,6 +112,17 @@ class Example:
     of_concept: bool = False
     generated: bool = False
     tools: tuple[Any, ...] = ()
+    unsure: tuple[str, ...] = ()
+    fields: Mapping[str, str] = field(default_factory=dict)
+
+    def value_of(self, name: str) -> str | None:
+        """Return the value of a field, or of `group`."""
+        return self.group if name == "group" else self.fields.get(name)
+
+    def said_in(self, span: Span) -> str:
+        """Return the characters of a span."""
+        content: str = self.text if span.turn is None else self.messages[span.turn]["content"]
+        return content[span.start : span.end]
 
     @property
     def content(self) -> str:
@@ -107,6 +133,7 @@ class Example:
     def named(self) -> Iterator[str]:
         """Its concepts."""
         yield from self.labels
+        yield from self.unsure
         for span in self.spans:
             yield span.concept
 
@@ -121,9 +148,13 @@ class Examples:
 
     def known(self) -> npt.NDArray[np.int8]:
         """Return labels `[N, P]` of each text: 1 present, 0 absent, -1 unknown."""
-        known = np.full((len(self.texts), len(self.concepts)), -1, dtype=np.int8)
+        return self.known_of(self.texts)
+
+    def known_of(self, texts: Sequence[Example]) -> npt.NDArray[np.int8]:
+        """Return labels `[N, P]` of these texts."""
+        known = np.full((len(texts), len(self.concepts)), -1, dtype=np.int8)
         place = {id: p for p, id in enumerate(self.concepts)}
-        for row, example in zip(known, self.texts, strict=True):
+        for row, example in zip(known, texts, strict=True):
             for span in example.spans:
                 row[place[span.concept]] = max(row[place[span.concept]], int(span.positive))
             for id, present in example.labels.items():
@@ -233,11 +264,7 @@ def _closed(
     exclusive: bool,
 ) -> Example:
     """Return an example completed by the hierarchy."""
-    spans = tuple(
-        Span(span.start, span.end, id, span.positive)
-        for span in example.spans
-        for id in follows[span.positive][span.concept]
-    )
+    spans = tuple(replace(span, concept=id) for span in example.spans for id in follows[span.positive][span.concept])
     # Ancestors stay unknown outside: a text of a whale may have other animals.
     span_concepts = dict.fromkeys(span.concept for span in example.spans if span.positive)
     outside = {id: follows[False][id] for id in span_concepts} if example.rest == "negative" else {}
@@ -262,7 +289,12 @@ def _closed(
             for other in follows[False][id]:
                 if other not in present:
                     labels.setdefault(other, False)
-    return replace(example, labels=labels, spans=spans, outside=outside)
+    unsure = tuple(dict.fromkeys(other for id in example.unsure for other in follows[False][id]))
+    said = [id for id in example.unsure if id in example.labels or id in span_concepts]
+    if said:
+        raise TrainingError(f"{example.where}: {said[0]!r} is in 'unsure' and is labelled: give one of them")
+    labels = {id: is_present for id, is_present in labels.items() if id not in unsure}
+    return replace(example, labels=labels, spans=spans, outside=outside, unsure=unsure)
 
 
 def _beside(concepts: Mapping[str, Concept]) -> dict[str, frozenset[str]]:
@@ -358,8 +390,6 @@ def _check_keys(row: Mapping[str, Any], where: str) -> None:
             raise TrainingError(
                 f"{where} has {kind!r} and {conflicts[0]!r}, which say different things: give one of them"
             )
-    if row.get("label") and row.get("labels"):
-        raise TrainingError(f"{where} has 'label' and 'labels': give one of them")
     if "concept" in row and "positive" not in row:
         raise TrainingError(f"{where} has 'concept', which is for pairs: write it into 'labels', or into 'not'")
     for key in set(row) - set(_ROW_KEYS):
@@ -373,32 +403,62 @@ def _check_keys(row: Mapping[str, Any], where: str) -> None:
 def _example(row: Mapping[str, Any], where: str) -> list[Example]:
     _check_keys(row, where)
     group = group_of(row.get("group"))
+    fields = {key: text for key, value in row.items() if key not in _ROW_KEYS and (text := group_of(value)) is not None}
     if "positive" in row and "negative" in row:
-        concept = _id(_text(row, "concept", where), where)
-        sides = {side: _text(row, side, where) for side in ("positive", "negative")}
-        if sides["positive"].split() == sides["negative"].split():
-            raise TrainingError(f"{where}: both texts of the pair are the same, so it shows nothing of {concept!r}")
-        # By content, because file names may repeat.
-        digest = hashlib.sha256("\0".join(sides.values()).encode("utf-8", "surrogatepass")).hexdigest()
-        return [
-            Example(where, text, labels={concept: side == "positive"}, group=group or f"pair {digest}")
-            for side, text in sides.items()
-        ]
-    labels = _labels(row, where)
+        return _pair(row, where, group, fields)
+    labels, unsure = _labels(row, where), tuple(_ids(row.get("unsure") or [], "unsure", where))
+    rest = row.get("rest", "negative")
+    if rest not in RESTS:
+        raise TrainingError(f"{where}: 'rest' is {rest!r}: give one of {', '.join(RESTS)}")
     if "messages" in row:
         messages, tools = _messages(row["messages"], where), tuple(_list(row.get("tools") or [], "tools", where))
-        return [Example(where, messages=messages, labels=labels, group=group, tools=tools)]
+        spans = tuple(_turn_span(span, messages, where) for span in _spans(row, where))
+        chat = Example(where, messages=messages, labels=labels, spans=spans, rest=rest, group=group, unsure=unsure)
+        return [replace(chat, tools=tools, fields=fields)]
     if "text" not in row:
         raise TrainingError(
             f"{where} has {', '.join(map(repr, list(row)[:5])) or 'no field'}: give 'text' with 'labels' or 'spans',"
             " 'positive' and 'negative' with 'concept', or 'messages' with 'labels'"
         )
     text = _text(row, "text", where)
-    rest = row.get("rest", "negative")
-    if rest not in RESTS:
-        raise TrainingError(f"{where}: 'rest' is {rest!r}: give one of {', '.join(RESTS)}")
-    spans = tuple(_span(span, text, where) for span in _list(row.get("spans") or [], "spans", where))
-    return [Example(where, text, labels=labels, spans=spans, rest=rest, group=group)]
+    spans = tuple(_span(span, text, where) for span in _spans(row, where))
+    return [Example(where, text, labels=labels, spans=spans, rest=rest, group=group, unsure=unsure, fields=fields)]
+
+
+def _pair(row: Mapping[str, Any], where: str, group: str | None, fields: Mapping[str, str]) -> list[Example]:
+    concept = _id(_text(row, "concept", where), where)
+    sides = {}
+    for side in ("positive", "negative"):
+        if isinstance(row[side], str):
+            sides[side] = Example(where, _text(row, side, where))
+        else:
+            sides[side] = Example(where, messages=_messages(row[side], where))
+    contents = [side.content for side in sides.values()]
+    if contents[0].split() == contents[1].split():
+        raise TrainingError(f"{where}: both texts of the pair are the same, so it shows nothing of {concept!r}")
+    # By content, because file names may repeat.
+    digest = hashlib.sha256("\0".join(contents).encode("utf-8", "surrogatepass")).hexdigest()
+    return [
+        replace(one, labels={concept: side == "positive"}, group=group or f"pair {digest}", fields=fields)
+        for side, one in sides.items()
+    ]
+
+
+def _spans(row: Mapping[str, Any], where: str) -> list[Any]:
+    """Return the spans of a row; those given by concept as a list."""
+    spans = row.get("spans") or []
+    if not isinstance(spans, Mapping):
+        return _list(spans, "spans", where)
+    found = []
+    for concept, places in spans.items():
+        for place in _list(places, "spans", where):
+            if isinstance(place, Mapping):
+                found.append({**place, "concept": concept})
+            elif isinstance(place, (list, tuple)) and len(place) == 2:
+                found.append({"start": place[0], "end": place[1], "concept": concept})
+            else:
+                raise TrainingError(f"{where}: a span of {concept!r} is {place!r}: give [start, end]")
+    return found
 
 
 def group_of(value: Any) -> str | None:
@@ -411,23 +471,25 @@ def group_of(value: Any) -> str | None:
 
 
 def _labels(row: Mapping[str, Any], where: str) -> dict[str, bool]:
-    positive = row.get("labels", row.get("label", []))
+    positive = row.get("labels", row.get("label", row.get("present", [])))
     if isinstance(positive, Mapping):
-        if row.get("not"):
+        if row.get("not") or row.get("absent"):
             raise TrainingError(f"{where}: 'labels' has false values already, so leave 'not' out")
         if not all(isinstance(value, bool) for value in positive.values()):
             raise TrainingError(f"{where}: 'labels' has a value that is neither true nor false")
         return {_id(str(id), where): bool(value) for id, value in positive.items()}
-    sides = []
-    for side, name in ((positive, "labels"), (row.get("not", []), "not")):
-        if isinstance(side, str) and ";" in side:
-            raise TrainingError(f"{where}: {name!r} is {side!r:.80}: give a list, [...], of concepts")
-        ids = _texts([str(side)] if isinstance(side, (str, int)) else side, name, where)
-        sides.append([_id(id, where) for id in ids])
+    sides = [_ids(positive, "labels", where), _ids(row.get("not", row.get("absent", [])), "not", where)]
     contradictory = sorted(set(sides[0]) & set(sides[1]))
     if contradictory:
         raise TrainingError(f"{where}: {contradictory[0]!r} is in 'labels' and in 'not'")
     return {**dict.fromkeys(sides[0], True), **dict.fromkeys(sides[1], False)}
+
+
+def _ids(value: Any, name: str, where: str) -> list[str]:
+    if isinstance(value, str) and ";" in value:
+        raise TrainingError(f"{where}: {name!r} is {value!r:.80}: give a list, [...], of concepts")
+    ids = _texts([str(value)] if isinstance(value, (str, int)) else value, name, where)
+    return [_id(id, where) for id in ids]
 
 
 def _id(text: str, where: str) -> str:
@@ -446,6 +508,16 @@ def _messages(value: Any, where: str) -> tuple[Mapping[str, Any], ...]:
         return tuple(normalised(_list(value, "messages", where)))
     except ChatRefused as error:
         raise TrainingError(f"{where}: {error}") from None
+
+
+def _turn_span(value: Any, messages: Sequence[Mapping[str, Any]], where: str) -> Span:
+    turn = value.get("turn") if isinstance(value, Mapping) else None
+    if isinstance(turn, bool) or not isinstance(turn, int) or not 0 <= turn < len(messages):
+        raise TrainingError(
+            f"{where}: a span of a chat has a 'turn' from 0 to {len(messages) - 1}, the number of its message, and not"
+            f" {turn!r}"
+        )
+    return replace(_span(value, messages[turn]["content"], where), turn=turn)
 
 
 def _span(value: Any, text: str, where: str) -> Span:

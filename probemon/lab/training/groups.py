@@ -1,4 +1,4 @@
-"""Groups texts that must not be split: same group, same pair, near duplicates.
+"""Groups texts that must not be split: same group, same pair, near duplicates, twins across labels.
 
     group = group_texts(texts, groups)                     # [N] int64
     parts = split_groups(group, labels, {"train": 0.5, "calibrate": 0.2, "test": 0.3}, seed=0)
@@ -11,11 +11,13 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from probemon.core.hierarchy import Ints, Mask
 from probemon.lab.training.examples import Example
@@ -23,6 +25,8 @@ from probemon.lab.training.texts import Text
 from probemon.lab.training.words import words_in
 
 NEAR = 0.7
+TWIN = 0.4
+_WIDTH, _LOOKED, _AT_ONCE = 1024, 3, 1024  # of hashed words; candidates of a text; texts compared at once
 _SHINGLE = 3  # words
 
 
@@ -55,7 +59,81 @@ def group_texts(texts: Sequence[str], groups: Sequence[str | None]) -> Ints:
     return np.asarray([numbers.setdefault(root(i), len(numbers)) for i in range(len(texts))], dtype=np.int64)
 
 
-def group_examples(examples: Sequence[Example], texts: Sequence[Text]) -> Ints:
+@dataclass(frozen=True)
+class Groups:
+    """`number [N]` of each example; `n_twins` pairs were joined that no field and no near duplicate joined."""
+
+    number: Ints
+    n_twins: int = 0
+
+
+def group_examples(examples: Sequence[Example], texts: Sequence[Text], known: npt.NDArray[np.int8]) -> Groups:
+    """Group examples by content, and twins by their labels `known [N, P]`; chats also by counted turns."""
+    number = _by_content(examples, texts)
+    # Of chats what counts: unlike answers to one question are no twins.
+    contents = [
+        " ".join(text.text[a:b] for a, b in text.counted or ()) if example.messages else example.content
+        for example, text in zip(examples, texts, strict=True)
+    ]
+    pairs = [(i, j) for i, j in twins(contents, known) if number[i] != number[j]]
+    for i, j in pairs:
+        number[number == number[j]] = number[i]
+    return Groups(np.unique(number, return_inverse=True)[1].astype(np.int64), len(pairs))
+
+
+def twins(texts: Sequence[str], known: npt.NDArray[np.int8]) -> list[tuple[int, int]]:
+    """Return pairs of texts that differ in little but a concept: one has it, the other is known to lack it.
+
+    Each is the other's nearest among texts of unlike labels, by the words both have, or what they begin and end with,
+    and they share at least `TWIN` of the longer one.
+    """
+    words = [Counter(words_in(text)) for text in texts]
+    present, absent = (torch.from_numpy((known == side).astype(np.float32)) for side in (1, 0))
+    x = _hashed(words)
+    best, other = np.zeros(len(texts)), np.full(len(texts), -1)
+    for begin in range(0, len(texts), _AT_ONCE):
+        rows = slice(begin, begin + _AT_ONCE)
+        unlike = (present[rows] @ absent.T + absent[rows] @ present.T) > 0
+        near = torch.where(unlike, x[rows] @ x.T, -1.0).topk(min(_LOOKED, len(texts)), dim=1)
+        for i, values, places in zip(
+            range(begin, len(texts)), near.values.tolist(), near.indices.tolist(), strict=False
+        ):
+            for value, j in zip(values, places, strict=True):
+                if value >= 0 and (share := _shared(words[i], words[j], texts[i], texts[j])) > best[i]:
+                    best[i], other[i] = share, j
+    found = []
+    for i, j in enumerate(other.tolist()):
+        if j > i and other[j] == i and best[i] >= TWIN:
+            found.append((i, j))
+    return found
+
+
+def _hashed(words: Sequence[Counter[str]]) -> torch.Tensor:
+    """Return unit vectors `[N, _WIDTH]` of rare words, to find candidates."""
+    n_with = Counter(word for counts in words for word in counts)
+    x = np.zeros((len(words), _WIDTH), dtype=np.float32)
+    for row, counts in zip(x, words, strict=True):
+        for word, n in counts.items():
+            row[int.from_bytes(hashlib.blake2b(word.encode(), digest_size=2).digest(), "big") % _WIDTH] += (
+                n** 0.5 * math.log(1 + len(words) / n_with[word])
+            )
+    return torch.nn.functional.normalize(torch.from_numpy(x))
+
+
+def _shared(a: Counter[str], b: Counter[str], text: str, other: str) -> float:
+    """Return the share of the longer text that both have: of its words, or of its characters at both ends."""
+    of_words = (a & b).total() / max(a.total(), b.total(), 1)
+    start = _common(text, other)
+    end = _common(text[start:][::-1], other[start:][::-1])
+    return max(of_words, (start + end) / max(len(text), len(other), 1))
+
+
+def _common(text: str, other: str) -> int:
+    """Return how many first characters are the same."""
+    return next((i for i, (a, b) in enumerate(zip(text, other, strict=False)) if a != b), min(len(text), len(other)))
+
+
+def _by_content(examples: Sequence[Example], texts: Sequence[Text]) -> Ints:
     """Number the groups of examples, by content; for chats also by counted turns."""
     counted = [" ".join(text.text[a:b] for a, b in text.counted or ()) for text in texts]
     chat_turns = [(i, counted[i]) for i, example in enumerate(examples) if example.messages]

@@ -18,7 +18,7 @@ from probemon.core.hierarchy import Ints
 from probemon.errors import TrainingError
 from probemon.host.text_tokens import in_ranges
 from probemon.lab.corpora.windows import WindowTokens
-from probemon.lab.training.examples import Example
+from probemon.lab.training.examples import Example, Span
 from probemon.lab.training.texts import Text
 
 Known = npt.NDArray[np.int8]
@@ -48,9 +48,15 @@ def parts_of(example: Example, text: Text, tokens: WindowTokens, place: Mapping[
             f"{example.where} has spans of characters, and this model's tokenizer has no character offsets:"
             " give whole texts with labels"
         )
+    for span in example.spans:
+        if span.turn is not None and span.turn not in text.offsets:
+            raise TrainingError(
+                f"{example.where}: the span {example.said_in(span)!r} is in turn {span.turn}, of"
+                f" {example.messages[span.turn]['role']}, which does not count: choose other turns by --on"
+            )
     known = np.repeat(text_labels[None], len(tokens), axis=0)
     for id, absent in example.outside.items():
-        spans = [(span.start, span.end) for span in example.spans if span.positive and span.concept == id]
+        spans = [_range(span, text) for span in example.spans if span.positive and span.concept == id]
         others = ~in_ranges(tokens.start, tokens.end, spans)
         for other in absent:
             if other not in example.labels:
@@ -59,19 +65,27 @@ def parts_of(example: Example, text: Text, tokens: WindowTokens, place: Mapping[
     for there in (False, True):
         for span in example.spans:
             if span.positive == there:
-                inside = in_ranges(tokens.start, tokens.end, [(span.start, span.end)])
+                inside = in_ranges(tokens.start, tokens.end, [_range(span, text)])
                 if not inside.any():
                     raise TrainingError(
                         f"{example.where}: no token is at characters {span.start} to {span.end}"
-                        f" ({example.text[span.start : span.end]!r})"
+                        f" ({example.said_in(span)!r})"
                     )
                 column = place[span.concept]
                 if (by_span[inside, column] == (not there)).any() or example.labels.get(span.concept, there) != there:
                     raise TrainingError(
                         f"{example.where}: characters {span.start} to {span.end}"
-                        f" ({example.text[span.start : span.end]!r}) are of {span.concept!r} and not of it"
+                        f" ({example.said_in(span)!r}) are of {span.concept!r} and not of it"
                     )
                 by_span[inside, column] = known[inside, column] = there
+    for id in example.unsure:
+        known[:, place[id]] = -1
     rows, inverse = np.unique(known[counted], axis=0, return_inverse=True)
     parts = [Part(counted[inverse.reshape(-1) == i], row) for i, row in enumerate(rows) if (row >= 0).any()]
     return sorted(parts, key=lambda part: int(part.tokens[0]))
+
+
+def _range(span: Span, text: Text) -> tuple[int, int]:
+    """Return the characters of a span in a text as the model reads it."""
+    offset = 0 if span.turn is None else text.offsets[span.turn]
+    return span.start + offset, span.end + offset

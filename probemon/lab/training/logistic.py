@@ -13,15 +13,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
 _HISTORY, _MOST_STEPS, _MOST_HALVINGS = 10, 300, 25
-# Areas converge before weights.
-TO_COMPARE: Any = {"tolerance": 1e-4, "most_steps": 60}
 _CHUNK = 1 << 11  # fits the cache
 _ARMIJO = 1e-4
 _SEEN = 8192  # rows for the curvature
@@ -122,9 +120,27 @@ class Targets:
         return (sides[0] * has_both).float(), (sides[1] * has_both).float()
 
 
+@dataclass(frozen=True)
+class RowTargets:
+    """Weights of each row as a positive, and as a negative `[N, P]`, of which one is 0; used as they are."""
+
+    present: Tensor
+    absent: Tensor
+
+    @property
+    def weights(self) -> tuple[Tensor, Tensor]:
+        """Both weights."""
+        return self.present, self.absent
+
+    @cached_property
+    def part(self) -> Tensor:
+        """Each row is a part."""
+        return torch.arange(len(self.present))
+
+
 def fit_logistic(
     features: Features,
-    targets: Targets,
+    targets: Targets | RowTargets,
     l2: Tensor,
     *,
     start: tuple[Tensor, Tensor] | None = None,
@@ -160,7 +176,7 @@ def fit_logistic(
             grad[:, -1] += r.sum(0)
         return loss, grad
 
-    n_concepts = targets.known.shape[1]
+    n_concepts = present.shape[1]
     theta = torch.zeros(n_concepts, width + 1, dtype=dtype)
     if start is not None:
         theta = torch.cat([start[0], start[1][:, None]], dim=1).to(dtype)

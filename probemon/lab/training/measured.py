@@ -1,9 +1,8 @@
-"""Thresholds and quality of trained probes, from the calibration and test parts."""
+"""What trained probes find, and how often they alarm: everything from probes that did not see the text."""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,407 +10,497 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from probemon.core.aggregate import Each
+from probemon.core.aggregate import Aggregator, Each, Ema, Max, RollingLogit
 from probemon.core.hierarchy import Ints, Mask
-from probemon.core.intervals import clustered, design_effect
 from probemon.core.score_counts import N_BINS, ScoreCounts
 from probemon.core.scores import Floats
 from probemon.host.text_tokens import in_ranges
-from probemon.lab.training.calibration import (
-    PRECISION,
-    Precise,
-    Threshold,
-    as_floats,
-    number,
-    precision_thresholds,
-    thresholds,
-)
-from probemon.lab.training.choice import LayerChoice
+from probemon.lab.training.baselines import BASELINES, baselines, mean_embeddings, mean_states, shuffled
+from probemon.lab.training.calibration import PRECISION, Precise, as_floats, number, precision_thresholds
 from probemon.lab.training.contradictions import contradictions
-from probemon.lab.training.controls import Controls
-from probemon.lab.training.crossvalidation import Doubles, best_penalties, cross_validated, deal, part_means
-from probemon.lab.training.dataset import OUTSIDE, Dataset
-from probemon.lab.training.evaluation import difference, judge
-from probemon.lab.training.fitting import Fitted, TrainingRows, prepared
-from probemon.lab.training.logistic import Dense, Targets, fit_logistic
+from probemon.lab.training.crossfit import (
+    WIDTHS,
+    Doubles,
+    Found,
+    TokenLogits,
+    cross_fitted,
+    judged_labels,
+    token_logits,
+)
+from probemon.lab.training.dataset import CARRIED, ELSEWHERE, NEVER, ORDINARY, OUTSIDE, OWN, TEMPLATE, Dataset
+from probemon.lab.training.evaluation import difference, judge, share
 from probemon.lab.training.metrics import auroc_of
-from probemon.lab.training.path_loss import logits_of
-from probemon.lab.training.running_scores import by_path, part_scores
+from probemon.lab.training.rates import Rate, at_rate
+from probemon.lab.training.running_scores import by_path, highest_running
 from probemon.lab.training.settings import TrainingSettings
-from probemon.lab.training.standard import Standard
-from probemon.lab.training.state_store import StateStore
-from probemon.lab.training.words import places_of
+from probemon.lab.training.states import States
+from probemon.lab.training.windows import WindowRows
+from probemon.lab.training.words import Vocabulary, places_of
 
-_CHUNK, _CELLS = 1 << 14, 1 << 21
-_EMBEDDING_BYTES, _SCORE_BYTES = 16 << 20, 1 << 30
 MASKED_CONCEPTS = 64  # for scores without giveaways
-BASELINES = ("words", "embedding", "pooled", "length", "position")
+OWN_TEXTS = "texts without it"  # the kind, if there is no ordinary text
+_CELLS = 1 << 21
+WATCHED: tuple[Aggregator, ...] = (*(RollingLogit(width) for width in WIDTHS), Ema(0.3), Max())
+
+
+@dataclass(frozen=True)
+class Final:
+    """Probes that learnt from everything: of the prepared states, w `[P, D]`, b `[P]`, with their `mean [P, D]`."""
+
+    w: Tensor
+    b: Tensor
+    mean: Tensor
+    site_of: Sequence[str]
+
+
+@dataclass(frozen=True)
+class Scored:
+    """Scores of tokens, texts one after the other: `document`, `position` `[R]`, `scores [R, P]`."""
+
+    document: Ints
+    position: Ints
+    scores: Floats
+
+    def highest(self, aggregator: Aggregator, n_texts: int) -> Doubles:
+        """Return the highest running score of each text `[N, P]`; NaN for one without rows."""
+        return highest_running(aggregator, torch.from_numpy(self.scores), torch.from_numpy(self.document), n_texts)
+
+
+def final_probes(states: States, data: Dataset, found: Found) -> tuple[Final, Sequence[tuple[float, float]]]:
+    """Fit on everything, and scale logits so that 0.5 is even odds: of texts with and without, out of fold, weighing
+    the same (Platt 1999).
+
+    Returns the probes, and (slope, shift) of each concept, which the cross-fitted logits need, too.
+    """
+    n_concepts = len(data.concepts)
+    slopes: list[tuple[float, float]] = [(1.0, 0.0)] * n_concepts
+    w, b, mean = list[Any]([None] * n_concepts), torch.zeros(n_concepts), list[Any]([None] * n_concepts)
+    for i in sorted(set(found.of)):
+        variant, concepts = found.tried[i].variant, [p for p in range(n_concepts) if found.of[p] == i]
+        logits = token_logits(states, data, variant, found.tried[i].probes, concepts)
+        highest = logits.highest(variant.width, len(data.texts))
+        rows = WindowRows.of(states, data, variant.site, variant.width)
+        everything = cross_fitted(rows, data, variant, folds=(NEVER,))
+        for column, p in enumerate(concepts):
+            labels = judged_labels(data, p)
+            slopes[p] = platt(highest[:, column], labels)
+            slope, shift = slopes[p]
+            w[p], b[p] = slope * everything.w[0, p], slope * everything.b[0, p] + shift
+            mean[p] = rows.x.mean(0)
+    return Final(torch.stack(w), b, torch.stack(mean), [found.variant(p).site for p in range(n_concepts)]), slopes
+
+
+def platt(values: Doubles, known: np.ndarray) -> tuple[float, float]:
+    """Return slope and shift of values `[N]`, so that sigmoid(slope * value + shift) tells the labels, balanced.
+
+    With smoothed targets, so that separable texts have a finite slope.
+    """
+    use = (known >= 0) & np.isfinite(values)
+    x, y = values[use], known[use] == 1
+    if not y.any() or y.all() or not x.std() > 0:
+        return 1.0, 0.0
+    n_present, n_absent = int(y.sum()), int((~y).sum())
+    target = np.where(y, (n_present + 1) / (n_present + 2), 1 / (n_absent + 2))
+    weight = np.where(y, 0.5 / n_present, 0.5 / n_absent)
+    middle, spread = x.mean(), x.std()
+    z = np.stack([(x - middle) / spread, np.ones_like(x)], axis=1)
+    theta = np.zeros(2)
+    for _ in range(50):  # Newton steps, damped by a small penalty
+        s = 1 / (1 + np.exp(-z @ theta))
+        gradient = z.T @ (weight * (s - target)) + 1e-4 * theta
+        curvature = (z * (weight * s * (1 - s))[:, None]).T @ z + 1e-4 * np.eye(2)
+        step = np.linalg.solve(curvature, gradient)
+        theta -= np.clip(step, -2, 2)
+        if np.abs(step).max() < 1e-9:
+            break
+    if theta[0] <= 0.05:  # no probe may be turned round by few texts
+        return 1.0, float(-middle)
+    return float(theta[0] / spread), float(theta[1] - theta[0] * middle / spread)
+
+
+def out_of_fold(states: States, data: Dataset, found: Found, slopes: Sequence[tuple[float, float]]) -> Scored:
+    """Score all tokens of texts in folds, by probes that did not see them."""
+    logits: TokenLogits | None = None
+    z: np.ndarray | None = None
+    for i in sorted(set(found.of)):
+        concepts = [p for p in range(len(data.concepts)) if found.of[p] == i]
+        logits = token_logits(states, data, found.tried[i].variant, found.tried[i].probes, concepts)
+        z = np.empty((len(logits.z), len(data.concepts)), dtype=np.float32) if z is None else z
+        for column, p in enumerate(concepts):
+            z[:, p] = slopes[p][0] * logits.z[:, column] + slopes[p][1]
+    assert logits is not None and z is not None
+    scores = torch.sigmoid(torch.from_numpy(z)).numpy()
+    by_path(scores, data.parents)
+    return Scored(logits.document, logits.position, scores)
+
+
+def by_final(states: States, data: Dataset, final: Final, use: Mask) -> Scored | None:
+    """Score all tokens of texts `use [N]` by the final probes."""
+    documents, positions, z = list[Ints](), list[Ints](), list[Tensor]()
+    for site in dict.fromkeys(final.site_of):
+        concepts = [p for p, own in enumerate(final.site_of) if own == site]
+        own_documents, own_positions, values = list[Ints](), list[Ints](), list[Tensor]()
+        for block in states.blocks(site, use):
+            own_documents.append(block.document)
+            own_positions.append(block.position)
+            part = torch.zeros(len(block.x), len(final.site_of))
+            part[:, concepts] = block.x @ final.w[concepts].T + final.b[concepts]
+            values.append(part)
+        if not values:
+            return None
+        documents, positions, z = own_documents, own_positions, [*z, torch.cat(values)]
+    scores = torch.sigmoid(torch.stack(z).sum(0)).numpy()
+    by_path(scores, data.parents)
+    return Scored(np.concatenate(documents), np.concatenate(positions), scores)
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingMeasurement:
-    """Scores of the parts that did not train, and thresholds.
+    """Scores, thresholds and comparisons.
 
-    - `rows [R]`: scored rows of the store; `part [R]`; `scores [R, P]` fp32
-    - `method` of the written probes; `kinds`: areas of the candidates
-    - `n_read [S]`: stored tokens of each part
-    - `highest`, `baselines`: scores of parts `[S, P]` by method or name; NaN for training parts
-    - `drawn`: training tokens used and available
-    - `of_tokens`, `of_texts`: thresholds of tokens, and of running scores
+    - `scored`: tokens of own and ordinary texts, out of fold; `elsewhere`: of texts that never trained
+    - `highest`: by aggregator the highest running score of each text `[N, P]`
+    - `reads`: of each concept the aggregator that it is judged by
+    - `of_tokens`; `of_texts`: thresholds and rates of tokens, and by aggregator of texts
     """
 
     data: Dataset
     settings: TrainingSettings
-    choice: LayerChoice
-    method: str
-    kinds: Mapping[str, float]
-    rows: Ints
-    part: Ints
-    position: Ints
-    n_read: Ints
-    scores: Floats
+    found: Found
+    states: States
+    scored: Scored
+    elsewhere: Scored | None
     highest: Mapping[str, Doubles]
-    each: Doubles
-    mean: Doubles
-    masked: Doubles | None
+    reads: Sequence[str]
     baselines: Mapping[str, Doubles]
-    giveaways: list[list[str]]
     shuffled: Doubles
-    random: Doubles
-    drawn: Mapping[str, tuple[int, int]]
-    of_tokens: list[Threshold]
-    of_texts: list[Threshold]
-    precise: list[Precise] | None
+    giveaways: Sequence[Sequence[str]]
+    masked: Doubles | None
+    of_tokens: Sequence[Rate]
+    of_texts: Mapping[str, Sequence[Rate]]
+    precise: Sequence[Precise] | None
 
     @classmethod
     def of(
         cls,
         data: Dataset,
-        store: StateStore,
-        part: Tensor,
-        fitted: Fitted,
-        choice: LayerChoice,
+        states: States,
+        found: Found,
+        final: Final,
+        slopes: Sequence[tuple[float, float]],
         settings: TrainingSettings,
-        host: Any,
+        embeddings: Tensor,
     ) -> TrainingMeasurement:
         """Score, calibrate and compare."""
-        parts = part.numpy()
-        rows = np.flatnonzero(data.of("calibrate", "test", OUTSIDE)[parts])
-        n_parts, row_parts = len(data.known), part[torch.from_numpy(rows)]
+        n_texts, n_concepts = len(data.texts), len(data.concepts)
+        scored = out_of_fold(states, data, found, slopes)
+        elsewhere = by_final(states, data, final, data.fold == OUTSIDE)
+        own_watch = settings.aggregator
+        watched = {str(aggregator): aggregator for aggregator in (*WATCHED, *([own_watch] if own_watch else []))}
         highest = {}
-        for method, method_scores in _scores(data, store, fitted, rows):
-            highest[method] = part_scores(data, settings.aggregator, torch.from_numpy(method_scores), row_parts)
-            if method == fitted.method:
-                scores = method_scores
-        controls = Controls(data, _pooled(data, store, part, fitted), seed=settings.seed)
-        giveaways = controls.vocabulary.giveaways(
-            [data.text_of(int(i)) for i in np.flatnonzero(controls.train)], data.compared[controls.train]
-        )
-        embedding, embeddings_seen = _embedding(data, store, part, rows, settings, host)
-        baselines = {
-            "words": controls.words(),
-            "pooled": controls.pooled(),
-            "length": controls.length(),
-            "position": controls.position(),
-            "embedding": embedding,
+        for name, aggregator in watched.items():
+            highest[name] = scored.highest(aggregator, n_texts)
+            if elsewhere is not None:
+                highest[name] = np.where(
+                    (data.fold == OUTSIDE)[:, None], elsewhere.highest(aggregator, n_texts), highest[name]
+                )
+        if own_watch:
+            reads = [str(own_watch)] * n_concepts
+        else:
+            reads = [str(RollingLogit(found.variant(p).width)) for p in range(n_concepts)]
+        site = max(final.site_of, key=list(final.site_of).count)
+        pooled = mean_states(states, data, site)
+        own = np.flatnonzero(data.is_of(OWN) & (data.fold != OUTSIDE))
+        vocabulary = Vocabulary.of([data.text_of(int(i)) for i in own])
+        giveaways = vocabulary.giveaways([data.text_of(int(i)) for i in own], data.text_known[own])
+        kind, kinds = _benign_kinds(data)
+        benign = kind >= 0
+        tokens = benign[scored.document]
+        token_values = np.where(_is_benign(data)[scored.document[tokens]], scored.scores[tokens], np.nan)
+        documents = scored.document[tokens]
+        text_places = np.flatnonzero(benign & states.kept)
+        of_texts = {
+            name: at_rate(
+                np.where(_is_benign(data)[text_places], values[text_places], np.nan),
+                kind[text_places],
+                data.group[text_places],
+                kinds,
+                fpr=settings.fpr,
+            )
+            for name, values in highest.items()
         }
-        benign = (data.known == 0) & data.of("calibrate")[:, None]
-        position = store.position[rows]
         return cls(
             data=data,
             settings=settings,
-            choice=choice,
-            method=fitted.method,
-            kinds=fitted.areas,
-            rows=rows,
-            part=parts[rows],
-            position=position,
-            n_read=np.bincount(parts, minlength=n_parts),
-            scores=scores,
+            found=found,
+            states=states,
+            scored=scored,
+            elsewhere=elsewhere,
             highest=highest,
-            each=part_scores(data, Each(), torch.from_numpy(scores), row_parts),
-            mean=part_means(torch.from_numpy(scores), row_parts, n_parts).numpy(),
-            masked=_masked(data, settings, scores, parts[rows], position, giveaways),
-            baselines=baselines,
+            reads=reads,
+            baselines=baselines(data, pooled, mean_embeddings(data, embeddings)),
+            shuffled=shuffled(data, pooled, seed=settings.seed),
             giveaways=giveaways,
-            shuffled=controls.shuffled(),
-            random=controls.random(),
-            drawn={"probes": fitted.learnt_from, "layers": choice.seen, "embeddings": embeddings_seen},
-            of_tokens=thresholds(scores, parts[rows], benign, data.group, fpr=settings.fpr),
-            # Spans have no running score.
-            of_texts=thresholds(
-                highest[fitted.method],
-                np.arange(n_parts),
-                benign & ~data.of_span[:, None],
-                data.group,
-                fpr=settings.fpr,
-            ),
-            precise=None
-            if settings.precision is None
-            else precision_thresholds(
-                scores, parts[rows], data.known, data.of("calibrate"), data.group, precision=settings.precision
-            ),
+            masked=_masked(data, scored, reads, giveaways, watched),
+            of_tokens=at_rate(token_values, kind[documents], data.group[documents], kinds, fpr=settings.fpr),
+            of_texts=of_texts,
+            precise=_precise(data, scored, settings),
         )
+
+    def score(self, p: int) -> Doubles:
+        """Return the scores of texts by which a concept is judged `[N]`."""
+        return self.highest[self.reads[p]][:, p]
+
+    def text_rate(self, p: int) -> Rate:
+        """Return the threshold and rate of texts by which a concept is judged."""
+        return self.of_texts[self.reads[p]][p]
 
     @property
     def alert_sets(self) -> dict[str, Floats]:
         """Alert thresholds of tokens `[P]` by set, the recommended first."""
-        rate = {f"rate_{self.settings.fpr:g}": as_floats(self.of_tokens)}
+        rate = {f"rate_{self.settings.fpr:g}": _values(self.of_tokens)}
         if self.precise is None:
             return rate
         precise = {f"{PRECISION}{self.settings.precision:g}": as_floats(self.precise)}
         return {**precise, **rate} if all(entry.reached for entry in self.precise) else {**rate, **precise}
 
     @property
+    def aggregated(self) -> dict[str, Tensor]:
+        """Thresholds of running scores `[P]` by aggregator."""
+        return {
+            name: torch.from_numpy(_values(rates))
+            for name, rates in self.of_texts.items()
+            if name != str(Each()) and not np.isnan(_values(rates)).all()
+        }
+
+    @property
     def score_counts(self) -> dict[str, Tensor]:
-        """Score counts at calibration tokens without the concepts."""
-        benign = (self.data.known == 0) & self.data.of("calibrate")[:, None]
-        counts = counts_where(benign, self.scores, self.part)
+        """Score counts at tokens of ordinary text."""
+        kind, _ = _benign_kinds(self.data)
+        rows = np.flatnonzero(kind[self.scored.document] >= 0)
+        counts = ScoreCounts(np.zeros((self.scored.scores.shape[1], N_BINS), dtype=np.int64))
+        size = max(1, _CELLS // self.scored.scores.shape[1])
+        for begin in range(0, len(rows), size):
+            block = rows[begin : begin + size]
+            use = _is_benign(self.data)[self.scored.document[block]]
+            counts += ScoreCounts.of(np.where(use, self.scored.scores[block], np.float32(np.nan)))
         return {str(Each()): torch.from_numpy(counts.counts.copy())} if counts.n.any() else {}
 
-    @property
-    def alert_threshold(self) -> Floats:
-        """The recommended set `[P]`."""
-        return next(iter(self.alert_sets.values()))
-
-    @property
-    def text_threshold(self) -> Floats:
-        """Of running scores `[P]`; NaN with too few texts for the rate."""
-        values = as_floats(self.of_texts)
-        return np.where([threshold.holds for threshold in self.of_texts], values, np.nan).astype(np.float32)
-
-    def test_of(self, concept: int) -> Mask:
-        """Test parts of a concept `[S]`, without easy background."""
-        return self.data.of("test") & (self.data.compared[:, concept] >= 0)
-
     def counts(self) -> dict[str, Any]:
-        """Return texts and tokens read, and left out by the budget, of each split."""
-        by_split = {}
-        for name in ("train", "calibrate", "test", OUTSIDE):
-            kinds = {" background": self.data.background, " generated": self.data.generated}
-            for kind, mask in {"": ~self.data.background & ~self.data.generated, **kinds}.items():
-                chosen = self.data.of(name) & mask
-                if chosen.any():
-                    texts = len(np.unique(self.data.document[chosen]))
-                    tokens = int(sum(len(self.data.positions[i]) for i in np.flatnonzero(chosen)))
-                    read_counts = {
-                        "texts": len(np.unique(self.data.document[chosen & (self.n_read > 0)])),
-                        "tokens": int(self.n_read[chosen].sum()),
-                    }
-                    left_out = {"texts": texts - read_counts["texts"], "tokens": tokens - read_counts["tokens"]}
-                    by_split[name + kind] = {**read_counts, "left_out": left_out} if left_out["tokens"] else read_counts
-        return by_split
+        """Return texts and tokens read, and left out by the budget, of each origin."""
+        data, found = self.data, {}
+        lengths = np.asarray([len(positions) for positions in data.wanted])
+        names = {OWN: "examples", CARRIED: "examples in ordinary text", ORDINARY: "ordinary text", TEMPLATE: "template"}
+        groups = {name: data.is_of(origin) & (data.fold != OUTSIDE) & ~data.generated for origin, name in names.items()}
+        groups |= {"generated": data.generated, "elsewhere": data.is_of(OWN, ELSEWHERE) & (data.fold == OUTSIDE)}
+        for name, use in groups.items():
+            use = use & (lengths > 0)
+            if use.any():
+                read = use & self.states.kept
+                found[name] = {"texts": int(read.sum()), "tokens": int(lengths[read].sum())}
+                if left := int((use & ~read).sum()):
+                    tokens = int(lengths[use & ~read].sum())
+                    found[name]["left_out"] = {"texts": left, "tokens": tokens}  # type: ignore[assignment]
+        return found
 
     def quality(self) -> dict[str, Any]:
         """Return everything as JSON, for the manifest."""
-        choice = self.choice
+        data = self.data
+        by_concept: dict[str, Any] = {}
+        for one in contradictions(data):
+            entry = by_concept.setdefault(one.concept, {"texts": 0, "there": one.there, "absent": one.absent})
+            entry["texts"] += 1
+        ordinary = data.is_of(ORDINARY) & self.states.kept
+        lengths = np.asarray([len(positions) for positions in data.wanted])
         return {
-            "sites": [
-                {"site": site, "auroc": auroc, "standard_error": error}
-                for site, (auroc, error) in zip(choice.sites, choice.curve, strict=True)
-            ],
-            "watch": str(self.settings.aggregator),
-            "method": self.method,
-            "kinds": dict(self.kinds),
+            "method": self.settings.method,
             "fpr": self.settings.fpr,
             "alert_sets": list(self.alert_sets),
             "examples": self.counts(),
-            "drawn": {use: {"tokens": n, "of": n_of} for use, (n, n_of) in self.drawn.items()},
-            "contradictions": self._contradictions(),
-            "background_fires": self._fires_on_background(),
-            "concepts": {concept.id: self._of_concept(p) for p, concept in enumerate(self.data.concepts)},
+            "twins": data.n_twins,
+            "contradictions": by_concept,
+            "ordinary": {
+                "texts": int(ordinary.sum()),
+                "mean_tokens": round(float(lengths[ordinary].mean()), 1) if ordinary.any() else None,
+                "kinds": {name: int((ordinary & (data.kind == k)).sum()) for k, name in enumerate(data.kinds)},
+            },
+            "tried": [
+                {
+                    "site": one.variant.site,
+                    "scale": one.variant.scale,
+                    "width": one.variant.width,
+                    "merit": one.mean,
+                    "standard_error": one.error,
+                    "concepts": sum(i == place for i in self.found.of),
+                }
+                for place, one in enumerate(self.found.tried)
+            ],
+            "concepts": {concept.id: self._of_concept(p) for p, concept in enumerate(data.concepts)},
         }
-
-    def _contradictions(self) -> dict[str, Any]:
-        by_concept: dict[str, Any] = {}
-        for contradiction in contradictions(self.data):
-            entry = by_concept.setdefault(
-                contradiction.concept, {"texts": 0, "there": contradiction.there, "absent": contradiction.absent}
-            )
-            entry["texts"] += 1
-        return by_concept
 
     def _of_concept(self, p: int) -> dict[str, Any]:
-        seed, tested = self.settings.seed, self.test_of(p)
-        known, group = self.data.known[tested, p : p + 1], self.data.group[tested]
-
-        def area(values: Doubles) -> float | None:
-            use = ~np.isnan(values[tested, p]) & ~np.isnan(main[tested, p])
-            return number(auroc_of(values[tested, p][use], known[use, 0] == 1))
-
-        main = self.highest[self.method]
+        data, variant, scores = self.data, self.found.variant(p), self.score(p)
+        threshold = np.float32(self.text_rate(p).threshold)
+        known = judged_labels(data, p)
+        own = data.is_of(OWN) & (data.fold >= 0)
+        labels = np.where(own, known, -1)
+        beside = not (labels == 0).any()
+        if beside:  # compared with ordinary text
+            labels = np.where(own | data.is_of(ORDINARY), known, -1)
+        area = judge(scores, labels, data.group)
         entry: dict[str, Any] = {
-            "site": self.choice.site_of[p],
-            "l2": float(self.choice.l2[p]),
-            "beside_background": bool(self.data.beside_background[p]),
-            **judge(main[tested, p : p + 1], known, group, seed=seed)[0].as_dict(),
-            "each": area(self.each),
-            "mean": area(self.mean),
-            "methods": {method: area(values) for method, values in self.highest.items()},
-            "baselines": {name: area(self.baselines[name]) for name in BASELINES},
-            "shuffled": number(self.shuffled[p]),
-            "random_direction": number(self.random[p]),
-            "without_giveaways": None if self.masked is None else area(self.masked),
-            "giveaways": self.giveaways[p],
-            "n_generated": int(np.unique(self.data.document[self.data.generated & (self.data.known[:, p] == 1)]).size),
-            "alert": {**self.of_tokens[p].as_dict(), "test": self._found_by(p, tested)},
-            "alert_of_texts": self.of_texts[p].as_dict(),
+            "site": variant.site,
+            "scale": variant.scale,
+            "width": variant.width,
+            "reads": self.reads[p],
+            "beside_ordinary": beside,
+            "n_groups": len(np.unique(data.group[labels >= 0])),
+            **area.as_dict(),
+            "under_chance": area.under_chance,
+            "words_under_chance": judge(self.baselines["words"][:, p], labels, data.group).under_chance,
+            "found": self._share_over(scores, threshold, own & (known == 1)),
+            "near_over": self._share_over(scores, threshold, own & (known == 0)),
+            "found_in_text": self._share_over(scores, threshold, data.is_of(CARRIED) & (known == 1)),
+            "carried": judge(scores, np.where(data.is_of(CARRIED), known, -1), data.group).as_dict(),
+            "pairs_in_order": self._in_order(scores, labels),
+            "baselines": {name: number(self._area(self.baselines[name][:, p], labels)) for name in BASELINES},
+            "shuffled": number(float(self.shuffled[p])),
+            "without_giveaways": None if self.masked is None else number(self._area(self.masked[:, p], labels)),
+            "giveaways": list(self.giveaways[p]),
+            "tokens": self._of_tokens(p),
+            "n_generated": int((data.generated & (data.text_known[:, p] == 1)).sum()),
+            "alert": {**self.of_tokens[p].as_dict(), "found": self._tokens_over(p, own & (known == 1))},
+            "alert_of_texts": self.text_rate(p).as_dict(),
         }
         if self.precise is not None:
-            test_labels = np.where(self.data.of("test"), self.data.known[:, p], -1)[self.part]
-            fires = (self.scores[:, p] > np.float32(self.precise[p].value)) & (test_labels >= 0)
-            entry["precision"] = {**self.precise[p].as_dict(), "test": self._share(test_labels[fires] == 1, fires)}
-        for name in ("words", "embedding"):
+            entry["precision"] = self.precise[p].as_dict()
+        for name in ("words", "mean state"):
             value, low, high = difference(
-                main[tested, p], self.baselines[name][tested, p], known[:, 0], group, seed=seed
+                scores, self.baselines[name][:, p], labels, data.group, seed=self.settings.seed
             )
             entry[f"over_{name}"] = {"difference": number(value), "low": low, "high": high}
-        outside = self.data.of(OUTSIDE)
+        outside = (data.fold == OUTSIDE) & data.is_of(OWN, ELSEWHERE)
         if outside.any():
-            entry["outside"] = judge(
-                main[outside, p : p + 1], self.data.known[outside, p : p + 1], self.data.group[outside], seed=seed
-            )[0].as_dict()
+            there = np.where(outside, known, -1)
+            value, low, high = difference(
+                scores, self.baselines["words"][:, p], there, data.group, seed=self.settings.seed
+            )
+            entry["outside"] = {
+                **judge(scores, there, data.group).as_dict(),
+                "found": self._share_over(scores, threshold, there == 1),
+                "near_over": self._share_over(scores, threshold, there == 0),
+                "baselines": {
+                    name: judge(self.baselines[name][:, p], there, data.group).as_dict() for name in BASELINES
+                },
+                "over_words": {"difference": number(value), "low": low, "high": high},
+            }
         return entry
 
-    def _found_by(self, p: int, tested: Mask) -> dict[str, Any]:
-        """Shares of test tokens over the alert threshold."""
-        shares = {}
-        fires = self.scores[:, p] > np.float32(self.of_tokens[p].value)
-        for name, side in (("with", 1), ("without", 0)):
-            use = (tested & (self.data.known[:, p] == side))[self.part]
-            shares[name] = self._share(fires[use], use)
-            texts = np.unique(self.part[use])
-            shares[f"texts_{name}"] = _share(len(np.unique(self.part[use & fires])), len(texts), 1.0)
-        return shares
+    def _area(self, scores: Doubles, labels: np.ndarray) -> float:
+        use = (labels >= 0) & ~np.isnan(scores)
+        return auroc_of(scores[use], labels[use] == 1)
 
-    def _share(self, hits: Mask, use: Mask) -> dict[str, Any]:
-        """Share of `hits` among tokens `use [R]`, with an interval by groups."""
-        group = np.unique(self.data.group[self.part[use]], return_inverse=True)[1]
-        effect = design_effect(np.bincount(group, hits), np.bincount(group)) if len(group) else 1.0
-        return _share(int(hits.sum()), len(hits), effect)
+    def _share_over(self, scores: Doubles, threshold: np.floating[Any], use: Mask) -> dict[str, Any]:
+        use = use & ~np.isnan(scores)
+        return share(scores[use] > threshold, self.data.group[use])
 
-    def _fires_on_background(self) -> dict[str, Any] | None:
-        use = (self.data.of("test") & self.data.background)[self.part]
-        if not use.any():
+    def _in_order(self, scores: Doubles, labels: np.ndarray) -> dict[str, Any]:
+        """Share of groups with one text of each side in which the text with the concept scores higher."""
+        right = []
+        groups = self.data.group
+        for group in np.unique(groups[labels == 1]):
+            with_it, without = (scores[(groups == group) & (labels == side)] for side in (1, 0))
+            if len(with_it) == 1 and len(without) == 1 and not np.isnan([*with_it, *without]).any():
+                right.append(bool(with_it[0] > without[0]))
+        return share(np.asarray(right, dtype=bool), np.arange(len(right)))
+
+    def _of_tokens(self, p: int) -> dict[str, Any] | None:
+        """For a concept with spans: AUROC of tokens in its spans against others of the texts, and those of twins."""
+        if not self.data.has_spans[p]:
             return None
-        fires = self.scores[use] > self.alert_threshold
-        return {
-            "tokens": int(use.sum()),
-            "per_token": float(fires.sum(axis=1).mean()),
-            "share_of_tokens": float(fires.any(axis=1).mean()),
-        }
+        known = self._known_of_rows(p)
+        scores, document = self.scored.scores[:, p], self.scored.document
+        own = self.data.is_of(OWN)[document]
+        has = np.isin(document, np.unique(document[own & (known == 1)]))
+        groups = np.unique(self.data.group[document[own & (known == 1)]])
+        twin = own & ~has & np.isin(self.data.group[document], groups) & (known == 0)
+        inside, beside = own & (known == 1), own & has & (known == 0)
+
+        def area(others: Mask) -> float | None:
+            return number(_auroc(scores[inside], scores[others]))
+
+        return {"inside": int(inside.sum()), "against_rest": area(beside), "against_twins": area(twin)}
+
+    def _known_of_rows(self, p: int) -> np.ndarray:
+        """Return the label of each scored token `[R]`."""
+        data = self.data
+        width = max(map(len, data.tokens)) + 1
+        known = np.full(len(data.texts) * width, -1, dtype=np.int8)
+        for document, positions, labels in zip(data.document, data.positions, data.known, strict=True):
+            known[document * width + positions] = labels[p]
+        return known[self.scored.document * width + self.scored.position]
+
+    def _tokens_over(self, p: int, texts: Mask) -> dict[str, Any]:
+        """Share of texts with a token over the alert threshold."""
+        over = np.zeros(len(texts), dtype=bool)
+        over[self.scored.document[self.scored.scores[:, p] > np.float32(self.of_tokens[p].threshold)]] = True
+        use = texts & self.states.kept
+        return share(over[use], self.data.group[use])
 
 
-def counts_where(use: Mask, scores: Floats, part: Ints) -> ScoreCounts:
-    """Count the scores `[R, P]` with a true cell in `use [S, P]`, in blocks to save memory."""
-    rows = np.flatnonzero(np.asarray(use.any(axis=1))[part])
-    counts = ScoreCounts(np.zeros((scores.shape[1], N_BINS), dtype=np.int64))
-    size = max(1, _CELLS // scores.shape[1])
-    for begin in range(0, len(rows), size):
-        block = rows[begin : begin + size]
-        counts += ScoreCounts.of(np.where(use[part[block]], scores[block], np.float32(np.nan)))
-    return counts
+def _auroc(present: np.ndarray, absent: np.ndarray) -> float:
+    return auroc_of(np.r_[present, absent], np.r_[np.ones(len(present), bool), np.zeros(len(absent), bool)])
 
 
-def _share(count: int, n: int, effect: float) -> dict[str, Any]:
-    if not n:
-        return {"count": count, "n": n, "rate": None}
-    low, high = clustered(count, n, effect)
-    return {"count": count, "n": n, "rate": count / n, "low": float(low), "high": float(high)}
+def _values(rates: Sequence[Rate]) -> Floats:
+    return np.asarray([rate.threshold for rate in rates], dtype=np.float32)
 
 
-def _scores(data: Dataset, store: StateStore, fitted: Fitted, rows: Ints) -> Iterator[tuple[str, Floats]]:
-    """Yield scores `[R, P]` by method, in one pass over the states if memory allows."""
-    size = max(1, 4 * len(rows) * len(data.concepts))
-    for methods in _batches(list(fitted.by_method), max(1, _SCORE_BYTES // size)):
-        scores = {method: np.empty((len(rows), len(data.concepts)), dtype=np.float32) for method in methods}
-        for i, spec in enumerate(fitted.inputs):
-            concepts = np.flatnonzero(fitted.input_of == i)
-            states = store.states(spec.site)
-            by_input = {
-                method: {name: value[concepts].float() for name, value in fitted.by_method[method].items()}
-                for method in methods
-            }
-            for begin in range(0, len(rows), _CHUNK):
-                numbers = torch.from_numpy(rows[begin : begin + _CHUNK])
-                x = prepared(states, numbers, spec, fitted.weights["w1"].dtype)
-                for method in methods:
-                    scores[method][begin : begin + _CHUNK, concepts] = torch.sigmoid(
-                        logits_of(x, by_input[method])
-                    ).numpy()
-        for method in methods:
-            by_path(scores[method], data.parents)
-            yield method, scores.pop(method)
+def _benign_kinds(data: Dataset) -> tuple[Ints, tuple[str, ...]]:
+    """Return the kind of each text that thresholds come from `[N]`, else -1: ordinary text, or own ones without it."""
+    if data.is_of(ORDINARY).any():
+        return data.kind, data.kinds
+    return np.where(data.is_of(OWN) & (data.fold >= 0), 0, -1), (OWN_TEXTS,)
 
 
-def _batches(names: list[str], n: int) -> list[list[str]]:
-    return [names[i : i + n] for i in range(0, len(names), n)]
+def _is_benign(data: Dataset) -> Mask:
+    """Return which texts are known to be without each concept `[N, P]`."""
+    benign: Mask = data.text_known == 0
+    return benign
 
 
-def _pooled(data: Dataset, store: StateStore, part: Tensor, fitted: Fitted) -> Tensor:
-    """Mean prepared state of each part `[S, D]` at the most used site, or NaN."""
-    most_used = Counter(fitted.input_of.tolist()).most_common(1)[0][0]
-    spec, n_parts = fitted.inputs[most_used], len(data.known)
-    states = store.states(spec.site)
-    sums = torch.zeros(n_parts, states.shape[1], dtype=torch.float64)
-    for begin in range(0, len(part), _CHUNK):
-        rows = torch.arange(begin, min(begin + _CHUNK, len(part)))
-        sums.index_add_(0, part[rows], prepared(states, rows, spec, fitted.weights["w1"].dtype).double())
-    return sums / torch.bincount(part, minlength=n_parts)[:, None]
-
-
-def _embedding(
-    data: Dataset, store: StateStore, part: Tensor, rows: Ints, settings: TrainingSettings, decoder: Any
-) -> tuple[Doubles, tuple[int, int]]:
-    """Scores of probes on input embeddings; tokens used and available."""
-    table = decoder.get_input_embeddings().weight.detach()
-    ids = torch.from_numpy(
-        np.concatenate([tokens.ids for tokens in data.tokens])[
-            np.cumsum([0, *map(len, data.tokens)])[store.document] + store.position
-        ]
+def _precise(data: Dataset, scored: Scored, settings: TrainingSettings) -> list[Precise] | None:
+    if settings.precision is None:
+        return None
+    use = data.is_of(OWN, ORDINARY) & (data.fold >= 0)
+    return precision_thresholds(
+        scored.scores, scored.document, data.text_known, use, data.group, precision=settings.precision
     )
-    train = data.of("train") & (data.compared >= 0).any(axis=1)
-    used = torch.from_numpy(np.flatnonzero(train[part.numpy()]))
-    n_of, most = len(used), max(1, _EMBEDDING_BYTES // (4 * table.shape[1]))
-    if n_of > most:
-        used = used[torch.linspace(0, len(used) - 1, most).long()]
-    x = table[ids[used].to(table.device)].float().cpu()
-    standard = Standard.of(x)
-    training = TrainingRows(standard(x), part[used], used, standard, n_of)
-    targets = Targets(training.part, torch.from_numpy(data.compared))
-    folds = np.full(len(data.known), -1, dtype=np.int64)
-    group = np.unique(data.group[train], return_inverse=True)[1].astype(np.int64)
-    folds[train] = deal(group, data.compared[train], seed=settings.seed, n_folds=3)
-    l2 = best_penalties(cross_validated(Dense(training.x), targets, folds))
-    w, b = fit_logistic(Dense(training.x), targets, l2)
-    scores = torch.empty(len(rows), len(b))
-    for begin in range(0, len(rows), _CHUNK):
-        chunk_ids = ids[torch.from_numpy(rows[begin : begin + _CHUNK])].to(table.device)
-        scores[begin : begin + _CHUNK] = torch.sigmoid(standard(table[chunk_ids].float().cpu()) @ w.T + b)
-    return part_scores(data, settings.aggregator, scores, part[torch.from_numpy(rows)]), (len(used), n_of)
 
 
 def _masked(
-    data: Dataset, settings: TrainingSettings, scores: Floats, part: Ints, position: Ints, giveaways: list[list[str]]
+    data: Dataset,
+    scored: Scored,
+    reads: Sequence[str],
+    giveaways: Sequence[Sequence[str]],
+    watched: Mapping[str, Aggregator],
 ) -> Doubles | None:
-    """Scores of test parts without tokens of giveaway words, or None."""
-    n_concepts, n_parts = scores.shape[1], len(data.known)
+    """Scores of own texts without tokens of giveaway words `[N, P]`, or None."""
+    n_concepts, n_texts = len(data.concepts), len(data.texts)
     if n_concepts > MASKED_CONCEPTS or any(len(tokens) and tokens.start.min() < 0 for tokens in data.tokens):
         return None
-    result = np.full((n_parts, n_concepts), np.nan)
-    is_test = data.of("test")[part]
-    documents = np.unique(data.document[data.of("test")])
+    masked = np.full((n_texts, n_concepts), np.nan)
+    own = (data.is_of(OWN) & (data.fold >= 0))[scored.document]
+    documents = np.unique(scored.document[own])
     width = max(map(len, data.tokens)) + 1
-    place = data.document[part] * width + position
+    place = scored.document * width + scored.position
     for p in range(n_concepts):
         hidden = [np.zeros(0, dtype=np.int64)]
         for document in documents:
             ranges = places_of(giveaways[p], data.texts[document].text)
-            hidden.append(
-                document * width
-                + np.flatnonzero(in_ranges(data.tokens[document].start, data.tokens[document].end, ranges))
-            )
-        rows = np.flatnonzero(is_test & ~np.isin(place, np.concatenate(hidden)))
-        column = torch.from_numpy(scores[rows, p : p + 1])
-        result[:, p] = part_scores(data, settings.aggregator, column, torch.from_numpy(part[rows]))[:, 0]
-    return result
+            tokens = data.tokens[document]
+            hidden.append(document * width + np.flatnonzero(in_ranges(tokens.start, tokens.end, ranges)))
+        rows = own & ~np.isin(place, np.concatenate(hidden))
+        one = Scored(scored.document[rows], scored.position[rows], scored.scores[rows, p : p + 1])
+        masked[:, p] = one.highest(watched[reads[p]], n_texts)[:, 0]
+    return masked

@@ -1,4 +1,4 @@
-"""HTML report of a training: layers, ROC curves, tokens of held-out texts."""
+"""HTML report of a training: what works, alarms in ordinary text with their words, misses, layers."""
 
 from __future__ import annotations
 
@@ -7,89 +7,98 @@ from typing import Any
 
 import numpy as np
 
-from probemon.lab.training.card import NAMES, verdict, warnings
-from probemon.lab.training.dataset import Dataset
+from probemon.lab.training.baselines import BASELINES
+from probemon.lab.training.card import needs, reads, verdict, warnings, works
+from probemon.lab.training.crossfit import judged_labels
+from probemon.lab.training.dataset import ORDINARY, OWN, Dataset
 from probemon.lab.training.measured import TrainingMeasurement
 from probemon.util.harmless_text import clip
 from probemon.util.templates import macros
 
-_CONCEPTS, _MISTAKES, _TOKENS = 24, 3, 160
-_LEAST_SPAN = 0.02  # of the axis of areas
+_CONCEPTS, _MISTAKES, _STRONGEST, _TOKENS = 24, 4, 20, 120
+_AROUND = 90  # characters on each side of a token
+_KINDS = 12
 
 
 def report_html(name: str, data: Dataset, found: TrainingMeasurement, quality: Mapping[str, Any]) -> str:
     """Return the page; every text in it is escaped."""
     shown = range(min(_CONCEPTS, len(data.concepts)))
+    ids = [concept.id for concept in data.concepts]
     return macros("lab/training/report.html.j2").page(
         name,
-        verdict(quality).replace("`", ""),
+        [sentence.replace("`", "") for sentence in verdict(quality)],
         [warning.replace("`", "") for warning in warnings(quality)],
-        [[split, f"{n['texts']:,}", f"{n['tokens']:,}"] for split, n in quality["examples"].items()],
-        quality["watch"],
-        _layers(quality),
-        ["concept", "AUROC", "95 %", "TPR at 1 %", "masked", *NAMES.values(), "shuffled", "random", "texts"],
-        _concepts(data, quality),
-        [_roc(data, found, p) for p in shown],
-        [(data.concepts[p].name, _mistakes(data, found, p)) for p in shown],
+        works(quality),
+        [[part, f"{n['texts']:,}", f"{n['tokens']:,}"] for part, n in quality["examples"].items()],
+        _by_kind(quality),
+        _monitors(data, quality),
+        [
+            (
+                data.concepts[p].name,
+                reads(ids[p], quality["concepts"][ids[p]]).replace("`", ""),
+                _roc(data, found, p),
+                _strongest(data, found, p),
+                _mistakes(data, found, p),
+            )
+            for p in shown
+        ],
+        _tried(quality),
+        needs(quality),
     )
 
 
-def _layers(quality: Mapping[str, Any]) -> dict[str, Any]:
-    rows = quality["sites"]
-    used = {concept["site"] for concept in quality["concepts"].values()}
-    low = min(row["auroc"] - row["standard_error"] for row in rows)
-    high = max(row["auroc"] + row["standard_error"] for row in rows)
-    low, high = low - 0.05 * (high - low), min(1.0, high + 0.05 * (high - low))
-    low = min(low, high - _LEAST_SPAN)
-    width, height, left, foot = 640, 240, 60, 40
-
-    def x(i: int) -> float:
-        return left + 20 + (width - left - 40) * (i / max(1, len(rows) - 1))
-
-    def y(value: float) -> float:
-        return 10 + (height - foot - 10) * (high - value) / (high - low)
-
-    points = [(f"{x(i):.1f}", f"{y(row['auroc']):.1f}") for i, row in enumerate(rows)]
-    ends = [[f"{y(row['auroc'] + end * row['standard_error']):.1f}" for end in (1, -1)] for row in rows]
-    sites = [(row["site"], row["site"] in used) for row in rows]
-    return {
-        **{"left": left, "width": width, "height": height, "foot": height - foot, "points": points},
-        "marks": [(value, y(value)) for value in np.linspace(low, high, 4)[1:-1].tolist()],
-        "sites": [(point, *end, *site) for point, end, site in zip(points, ends, sites, strict=True)],
-    }
+def _by_kind(quality: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
+    concepts = dict(list(quality["concepts"].items())[:_KINDS])
+    rows = []
+    for kind in next(iter(concepts.values()))["alert_of_texts"]["by_kind"]:
+        rates = [one["alert_of_texts"]["by_kind"][kind] for one in concepts.values()]
+        rows.append([kind, str(rates[0]["n"]), *(str(rate["alarms"]) for rate in rates)])
+    return ["kind", "texts", *(clip(id, 40) for id in concepts)], rows
 
 
-def _concepts(data: Dataset, quality: Mapping[str, Any]) -> list[list[str]]:
+def _monitors(data: Dataset, quality: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
     names = {concept.id: concept.name for concept in data.concepts}
     rows = []
-    for id, entry in quality["concepts"].items():
-        rate = entry["tpr_at_fpr"]["0.01"]
+    for id, one in quality["concepts"].items():
+        interval = "–" if one["low"] is None else f"{one['low']:.3f}–{one['high']:.3f}"
+        cells = [
+            one["auroc"],
+            *(one["baselines"][name] for name in BASELINES),
+            one["without_giveaways"],
+            one["shuffled"],
+        ]
+        numbers = [_number(cell) for cell in cells]
         rows.append(
-            [
-                clip(names[id], 60),
-                _number(entry["auroc"]),
-                "–" if entry["low"] is None else f"{entry['low']:.3f}–{entry['high']:.3f}",
-                "too few" if rate is None else f"{rate['rate']:.2f}",
-                _number(entry["without_giveaways"]),
-                *(_number(entry["baselines"][name]) for name in NAMES),
-                _number(entry["shuffled"]),
-                _number(entry["random_direction"]),
-                f"{entry['n_positive']} + {entry['n_negative']}",
-            ]
+            [clip(names[id], 60), numbers[0], interval, *numbers[1:], f"{one['n_positive']} + {one['n_negative']}"]
         )
-    return rows
+    return ["concept", "AUROC", "95 %", *BASELINES, "masked", "shuffled", "texts"], rows
 
 
 def _number(value: float | None) -> str:
     return "–" if value is None else f"{value:.3f}"
 
 
-def _roc(data: Dataset, measurement: TrainingMeasurement, p: int) -> tuple[str, str, str, int]:
-    tested, size = measurement.test_of(p), 200
-    known = data.known[tested, p]
-    curves = (measurement.highest[measurement.method][tested, p], measurement.baselines["words"][tested, p])
-    probe, words = (_curve(scores, known, size) for scores in curves)
-    return data.concepts[p].name, probe, words, size
+def _tried(quality: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
+    rows = [
+        [
+            f"{one['site']}, {one['scale']}, {one['width']} tokens",
+            f"{one['merit']:.3f}",
+            f"{one['standard_error']:.3f}",
+            str(one["concepts"]),
+        ]
+        for one in quality["tried"]
+    ]
+    return ["probes", "merit", "standard error", "concepts"], rows
+
+
+def _labels(data: Dataset, p: int) -> np.ndarray:
+    return np.where(data.is_of(OWN) & (data.fold >= 0), judged_labels(data, p), -1)
+
+
+def _roc(data: Dataset, found: TrainingMeasurement, p: int) -> tuple[str, str, int]:
+    size, known = 200, _labels(data, p)
+    probe, words = (_curve(scores, known, size) for scores in (found.score(p), found.baselines["words"][:, p]))
+    return probe, words, size
 
 
 def _curve(scores: np.ndarray, known: np.ndarray, size: int) -> str:
@@ -102,40 +111,63 @@ def _curve(scores: np.ndarray, known: np.ndarray, size: int) -> str:
     return " ".join(f"{size * a:.1f},{size * (1 - b):.1f}" for a, b in points)
 
 
-def _mistakes(data: Dataset, measurement: TrainingMeasurement, p: int) -> list[tuple[str, list[Any]]]:
-    highest = measurement.highest[measurement.method][:, p]
-    known = np.where(measurement.test_of(p) & ~np.isnan(highest), data.known[:, p], -1)
+def _strongest(data: Dataset, found: TrainingMeasurement, p: int) -> list[tuple[str, str, str, str, bool]]:
+    """Return the strongest tokens of ordinary text, one of a text: kind, what is before, token, after, and whether its
+    text alarms.
+    """
+    scored, rows = found.scored, np.flatnonzero(data.is_of(ORDINARY)[found.scored.document])
+    rows = rows[np.argsort(-scored.scores[rows, p], kind="stable")]
+    seen, shown = set[int](), list[tuple[str, str, str, str, bool]]()
+    threshold = found.text_rate(p).threshold
+    for row in rows.tolist():
+        document = int(scored.document[row])
+        if document in seen:
+            continue
+        seen.add(document)
+        tokens, text = data.tokens[document], data.texts[document].text
+        start, end = (int(places[scored.position[row]]) for places in (tokens.start, tokens.end))
+        if start >= 0:
+            before, after = text[max(0, start - _AROUND) : start], text[end : end + _AROUND]
+            alarm = bool(found.score(p)[document] > threshold)
+            shown.append((data.kinds[data.kind[document]], before, text[start:end], after, alarm))
+        if len(shown) == _STRONGEST:
+            break
+    return shown
 
-    def texts(side: int, sign: int, most: int) -> list[Any]:
-        parts = np.flatnonzero(known == side)
-        parts = parts[np.argsort(sign * highest[parts], kind="stable")][:most]
-        return [(float(highest[part]), _pieces(data, measurement, int(part), p)) for part in parts]
+
+def _mistakes(data: Dataset, found: TrainingMeasurement, p: int) -> list[tuple[str, list[Any]]]:
+    scores, known, threshold = found.score(p), _labels(data, p), found.text_rate(p).threshold
+
+    def texts(side: int, sign: int, most: int, over: bool) -> list[Any]:
+        places = np.flatnonzero((known == side) & ~np.isnan(scores) & ((scores > threshold) == over))
+        places = places[np.argsort(sign * scores[places], kind="stable")][:most]
+        return [(float(scores[i]), _pieces(data, found, int(i), p)) for i in places]
 
     return [
-        ("without it, and the highest scores", texts(0, -1, _MISTAKES)),
-        ("with it, and the lowest scores", texts(1, 1, _MISTAKES)),
-        ("with it, and the highest score", texts(1, -1, 1)),
+        ("missed: with it, and not over the threshold", texts(1, 1, _MISTAKES, False)),
+        ("near misses over the threshold: without it", texts(0, -1, _MISTAKES, True)),
+        ("found, and the highest score", texts(1, -1, 1, True)),
     ]
 
 
-def _pieces(data: Dataset, measurement: TrainingMeasurement, part: int, p: int) -> list[str | tuple[str, float, bool]]:
+def _pieces(data: Dataset, found: TrainingMeasurement, document: int, p: int) -> list[str | tuple[str, float, bool]]:
     """Return (text, score, fires) of tokens, and strings between."""
-    document = int(data.document[part])
-    text, tokens = data.texts[document].text, data.tokens[document]
-    rows = np.flatnonzero(measurement.part == part)
+    text, tokens, scored = data.texts[document].text, data.tokens[document], found.scored
+    rows = np.flatnonzero(scored.document == document)
     if tokens.start.min() < 0:
         return [clip(text, 600)]
-    begin = _busiest(measurement.scores[rows, p])
-    at = int(tokens.start[measurement.position[rows[begin]]])
+    begin = _busiest(scored.scores[rows, p])
+    at = int(tokens.start[scored.position[rows[begin]]])
     pieces: list[str | tuple[str, float, bool]] = ["… "] if at else []
+    threshold = found.of_tokens[p].threshold
     for row in rows[begin : begin + _TOKENS]:
-        token, value = int(measurement.position[row]), float(measurement.scores[row, p])
+        token, value = int(scored.position[row]), float(scored.scores[row, p])
         start, end = int(tokens.start[token]), int(tokens.end[token])
-        if start < at:  # a character of several tokens, or a sampled text
+        if start < at:  # a character of several tokens
             continue
         pieces += [
             text[at:start] if start - at <= 80 else " … ",
-            (text[start:end], value, value > measurement.alert_threshold[p]),
+            (text[start:end], value, value > threshold),
         ]
         at = end
     return pieces + [" …"] * (begin + _TOKENS < len(rows))

@@ -10,8 +10,7 @@ from torch import Tensor
 
 from probemon.core.aggregate import Aggregator, Each, Max
 from probemon.core.scores import Floats
-from probemon.lab.training.crossvalidation import Doubles, part_means
-from probemon.lab.training.dataset import Dataset
+from probemon.lab.training.evaluation import Doubles
 
 _VALUES = 1 << 22  # scores, with padding
 
@@ -41,15 +40,6 @@ def highest_running(aggregator: Aggregator, scores: Tensor, part: Tensor, n_part
             best = np.where(going[:, None], np.maximum(best, values.reshape(best.shape)), best)
         highest_by_part[batch] = best
     return highest_by_part
-
-
-def part_scores(data: Dataset, aggregator: Aggregator, scores: Tensor, part: Tensor) -> Doubles:
-    """Return scores of parts `[S, P]` from those of tokens `[N, P]`: highest running score of a text, mean of spans."""
-    n_parts = len(data.known)
-    highest = highest_running(aggregator, scores, part, n_parts)
-    if not data.of_span.any():
-        return highest
-    return np.where(data.of_span[:, None], part_means(scores, part, n_parts).numpy(), highest)
 
 
 def by_path(scores: Floats, parents: Sequence[Sequence[int]]) -> None:

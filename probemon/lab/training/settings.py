@@ -1,13 +1,13 @@
 """Settings of training.
 
-settings = TrainingSettings(layers="auto", watch="ema:0.3", fpr=0.01)
+settings = TrainingSettings(layers="auto", fpr=0.01)
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,47 +17,45 @@ from probemon.core.probes import check_sites_once, is_recurrent, parse_site
 from probemon.errors import ConfigError
 from probemon.host.chat_dates import CHAT_DATE, parse_date
 from probemon.lab.training.examples import ROLES
-from probemon.lab.training.fitting import METHODS
+from probemon.lab.training.ordinary import TEXTS
 from probemon.lab.training.state_store import BUDGET
 from probemon.util.checks import check_choice, check_count, check_share, shown
 
-DEPTHS = (0.25, 0.4, 0.5, 0.6, 0.75)  # of the layers to try
+DEPTHS = (0.4, 0.5, 0.6, 0.75)  # of the layers to try
+METHODS = ("auto", "plain")
 
 
 @dataclass(frozen=True)
 class TrainingSettings:
     """Settings of `train`.
 
-    - `layers`: "auto" (five between a quarter and three quarters of the depth), numbers, or sites
-    - `method`: "auto" (the best on a fifth of the training groups), one of `probemon.lab.training.candidates`,
-      "mass_mean" or "lda"
-    - `watch`: aggregator of the running score
+    - `layers`: "auto" (four between two and three quarters of the depth), numbers, or sites
+    - `method`: "auto", or "plain": windows of 16 tokens, standardised, and only the layer is chosen
+    - `watch`: aggregator of the running score; "auto": a mean of the logits of as many tokens as suits the concept
     - `roles`: turns of a chat that count
     - `chat_date`: YYYY-MM-DD, for templates that write today's date
     - `exclusive`: texts have no other concepts than their labels
-    - `held_out`: groups that are only tested on
+    - `held_out`: by field of a row ("group", "author"), the values that are only tested on
     - `generate`: least texts of a concept; the model writes more, for training only
-    - `background`: train on ordinary text
-    - `fpr`: false-positive rate of alert thresholds
+    - `ordinary`: about how many ordinary texts; 0 for none
+    - `fpr`: rate of false alarms of alert thresholds on ordinary text, by token and by text
     - `precision`: of a second set, recommended if all concepts reach it
     - `states`: folder for hidden states, reused; `budget`: its size in bytes
-    - `memory`: bytes of states in memory
     """
 
     layers: str | int | Sequence[int | str] = "auto"
     method: str = "auto"
-    watch: Aggregator | str = "ema:0.3"
+    watch: Aggregator | str = "auto"
     roles: Sequence[str] = ("assistant",)
     exclusive: bool = False
     text_field: str = "text"
-    held_out: Sequence[str] = ()
+    held_out: Mapping[str, Sequence[str]] = field(default_factory=dict)
     generate: int = 0
-    background: bool = True
+    ordinary: int = TEXTS
     fpr: float = 0.01
     precision: float | None = None
     states: str | os.PathLike[str] | None = None
     budget: int = BUDGET
-    memory: int = 256 << 20
     seed: int = 0
     chat_date: str = CHAT_DATE
 
@@ -70,15 +68,16 @@ class TrainingSettings:
             check_choice("roles", role, ROLES)
         if not self.roles:
             raise ConfigError(f"roles is empty: give one or more of {', '.join(ROLES)}")
-        for name, least in (("budget", 1 << 20), ("memory", 1 << 20), ("seed", 0), ("generate", 0)):
+        for name, least in (("budget", 1 << 20), ("seed", 0), ("generate", 0), ("ordinary", 0)):
             check_count(name, getattr(self, name), least=least, remedy=f"give {least} or more")
-        refuse_baseline(named(self.watch), "watch is")
+        if self.aggregator is not None:
+            refuse_baseline(self.aggregator, "watch is")
         parse_date(self.chat_date)
 
     @property
-    def aggregator(self) -> Aggregator:
-        """The watched aggregator."""
-        return named(self.watch)
+    def aggregator(self) -> Aggregator | None:
+        """The watched aggregator; None for "auto"."""
+        return None if self.watch == "auto" else named(self.watch)
 
     def folder(self, out: Path) -> Path:
         """Return the folder of the states."""
@@ -118,15 +117,14 @@ class TrainingSettings:
         return {
             "layers": self.layers if isinstance(self.layers, (str, int)) else list(self.layers),
             "method": self.method,
-            "watch": str(self.aggregator),
+            "watch": str(self.aggregator or "auto"),
             "roles": list(self.roles),
             "exclusive": self.exclusive,
-            "held_out": list(self.held_out),
+            "held_out": {name: list(values) for name, values in self.held_out.items()},
             "generate": self.generate,
-            "background": self.background,
+            "ordinary": self.ordinary,
             "fpr": self.fpr,
             "precision": self.precision,
             "budget": self.budget,
-            "memory": self.memory,
             "seed": self.seed,
         }

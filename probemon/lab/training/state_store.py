@@ -18,6 +18,7 @@ import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -28,7 +29,6 @@ from torch import Tensor
 from probemon.core.dtypes import code_of, of_dtype
 from probemon.core.hierarchy import Ints
 from probemon.core.probes import check_sites_once, is_recurrent
-from probemon.engine.audit import sample
 from probemon.errors import TrainingError
 from probemon.host.fingerprint import adapters_fingerprint, config_fingerprint, weights_fingerprint
 from probemon.lab.corpora.documents import Document
@@ -38,14 +38,23 @@ from probemon.lab.training.texts import Text
 from probemon.util.files import write_text_atomically
 
 STATE, BUDGET = "states.json", 4 << 30
+# Parts of a key, as people call them.
+_NAMES = {
+    "host": "model",
+    "tokens_sha256": "text or tokens of it",
+    "rows": "number of tokens",
+    "sites": "choice of layers",
+    "torch": "version of torch",
+}
 _FORMAT = 4
-# Texts read again; largest relative differences of any token, and of the mean, which steering shifts.
+# Texts read again; largest median of the tokens' relative differences, and that of the mean, which steering shifts.
 _READ_AGAIN = 8
+_LEAST_RUN = 16  # rows, on average, that are read at once
 _ROUNDING = {
     torch.float32: (1e-3, 1e-4),
     torch.float64: (1e-3, 1e-4),
-    torch.float16: (0.02, 1e-3),
-    torch.bfloat16: (0.1, 3e-3),
+    torch.float16: (0.01, 1e-3),
+    torch.bfloat16: (0.05, 5e-3),
 }
 
 
@@ -130,7 +139,7 @@ class StatePlan:
         ]
         return [(reader, places) for reader, places in readers if places]
 
-    @property
+    @cached_property
     def key(self) -> dict[str, Any]:
         """Everything that the states depend on, as JSON."""
         model, digest = self.reader.host, hashlib.sha256()
@@ -161,33 +170,6 @@ class StatePlan:
 
 def _around(tokens: WindowTokens) -> tuple[Ints, Ints]:
     return np.asarray(tokens.prefix, dtype=np.int64), np.asarray(tokens.suffix, dtype=np.int64)
-
-
-def within_budget(
-    wanted: Sequence[Ints], whole: Sequence[bool], *, row_bytes: int, budget: int, seed: int
-) -> list[Ints]:
-    """Return the kept positions of each text, in about `budget` bytes.
-
-    `whole` texts keep all tokens or none, because running scores need all; in random order, up to three quarters of the
-    budget. Tokens of other texts are drawn evenly, at least the last one.
-    """
-    lengths, is_whole = np.asarray(list(map(len, wanted)), dtype=np.int64), np.asarray(whole, dtype=bool)
-    most_rows = budget / row_bytes
-    taken = is_whole.copy()
-    if lengths.sum() > most_rows:
-        drawn = np.random.default_rng(seed).permutation(np.flatnonzero(is_whole))
-        taken[drawn[np.cumsum(lengths[drawn]) > 0.75 * most_rows]] = False
-    n_others = int(lengths[~is_whole].sum())
-    share = min(1.0, max(0.0, most_rows - int(lengths[taken].sum())) / n_others) if n_others else 1.0
-    kept_positions = []
-    for i, positions in enumerate(wanted):
-        if is_whole[i]:
-            positions = positions if taken[i] else positions[:0]
-        elif share < 1 and len(positions):
-            chosen = sample(share, seed, i, positions)
-            positions = positions[-1:] if chosen is None else positions[chosen]
-        kept_positions.append(positions)
-    return kept_positions
 
 
 def drawn_evenly(wanted: Sequence[Ints], *, row_bytes: int, budget: int, seed: int) -> list[Ints]:
@@ -233,10 +215,20 @@ class SiteStates:
         """Return a copy of rows `[n, D]`."""
         if not len(rows):
             return torch.zeros(0, self.shape[1], dtype=self.dtype)
-        # Mapped pages count as this process's memory.
-        row_bytes = self.shape[1] * self.dtype.itemsize
-        mapped = np.memmap(self.path, mode="r", offset=self.begin, shape=(self.shape[0], row_bytes))
-        return torch.from_numpy(mapped[rows.numpy()]).view(self.dtype)
+        row_bytes, places = self.shape[1] * self.dtype.itemsize, rows.numpy()
+        runs = np.split(places, np.flatnonzero(np.diff(places) != 1) + 1)
+        if len(runs) * _LEAST_RUN > len(places):
+            # Mapped pages count as this process's memory.
+            mapped = np.memmap(self.path, mode="r", offset=self.begin, shape=(self.shape[0], row_bytes))
+            return torch.from_numpy(mapped[places]).view(self.dtype)
+        found = np.empty((len(places), row_bytes), dtype=np.uint8)
+        with self.path.open("rb") as stream:
+            at = 0
+            for run in runs:
+                stream.seek(self.begin + int(run[0]) * row_bytes)
+                stream.readinto(memoryview(found[at : at + len(run)]).cast("B"))  # type: ignore[arg-type]
+                at += len(run)
+        return torch.from_numpy(found).view(self.dtype)
 
 
 @contextmanager
@@ -262,11 +254,15 @@ def held(folder: str | os.PathLike[str]) -> Iterator[None]:
 
 
 def collect_states(
-    plan: StatePlan, folder: str | os.PathLike[str], *, progress: Callable[[int], object] | None = None
+    plan: StatePlan,
+    folder: str | os.PathLike[str],
+    *,
+    progress: Callable[[int], object] | None = None,
+    say: Callable[[str], object] = lambda line: None,
 ) -> StateStore:
     """Read the states of a plan into a folder; existing ones are reused. Raises `TrainingError` if it has other files.
 
-    `progress` gets numbers of tokens.
+    `progress` gets numbers of tokens, `say` whether kept states are used, or why not.
     """
     folder = Path(folder)
     kinds, key = plan.reader.kinds_of, plan.key
@@ -277,9 +273,14 @@ def collect_states(
     first = np.zeros(len(plan.texts), dtype=np.int64)
     first[order] = np.cumsum(lengths) - lengths
     store = StateStore(folder, kinds, document, position, first)
-    rows, done = _begun(folder, key, kinds)
-    if done and not _are_still_so(plan, store, order[:done], rows):
+    rows, done, changed = _begun(folder, key, kinds)
+    if changed:
+        say(f"states in {folder} are read anew: {changed}")
+    if done and (moved := _moved(plan, store, order[:done], rows)):
+        say(f"states in {folder} are read anew: {moved}")
         rows, done = 0, 0
+    elif done:
+        say(f"states of {done} of {len(order)} texts are taken from {folder}")
     if done == len(order):
         if progress is not None:
             progress(sum(len(plan.tokens[i]) for i in order))
@@ -307,8 +308,11 @@ def collect_states(
     return store
 
 
-def _are_still_so(plan: StatePlan, store: StateStore, done: Sequence[int], n_rows: int) -> bool:
-    """Whether the model still gives the same states for a few short texts."""
+def _moved(plan: StatePlan, store: StateStore, done: Sequence[int], n_rows: int) -> str:
+    """Return how the model's states of a few short texts differ from the kept ones, or "".
+
+    A median over tokens: read in another batch, single tokens of bf16 models move by half their length.
+    """
     sampled = sorted((i for i in done if len(plan.kept[i])), key=lambda i: (len(plan.tokens[i]), i))[:_READ_AGAIN]
     differences: dict[str, list[Tensor]] = {site: [] for site in store.sites}
     for reader, places in plan.reader.kinds([plan.texts[i] for i in sampled]):
@@ -320,22 +324,24 @@ def _are_still_so(plan: StatePlan, store: StateStore, done: Sequence[int], n_row
                 before, now = stored[rows].double(), hidden.cpu()[torch.from_numpy(plan.kept[i])].double()
                 differences[site].append((now - before) / before.norm(dim=1, keepdim=True).clamp(min=1e-12))
     # Recurrent layers also read the model's dtype.
-    largest, mean_limit = of_dtype(_ROUNDING, plan.reader.host.dtype, "rounding of states")
-    return all(
-        bool(
-            (parts := torch.cat(site_differences)).norm(dim=1).le(largest).all()
-            and parts.mean(dim=0).norm() <= mean_limit
-        )
-        for site_differences in differences.values()
-    )
+    most, mean_limit = of_dtype(_ROUNDING, plan.reader.host.dtype, "rounding of states")
+    for site, of_site in differences.items():
+        parts = torch.cat(of_site)
+        median, mean = float(parts.norm(dim=1).median()), float(parts.median(dim=0).values.norm())
+        if median > most or mean > mean_limit:
+            return (
+                f"the model gives other states now (at {site} by {median:.2g} of their length, {mean:.2g} in common;"
+                f" rounding is up to {most:g} and {mean_limit:g})"
+            )
+    return ""
 
 
 def _shards(texts: Sequence[Text], places: Sequence[int]) -> Iterator[DocumentShard]:
     return shards(Document(i, texts[place].where, texts[place].text) for i, place in enumerate(places))
 
 
-def _begun(folder: Path, key: Mapping[str, Any], kinds: Mapping[str, SiteKind]) -> tuple[int, int]:
-    """Return the numbers of stored rows and texts of this key. Raises `TrainingError`."""
+def _begun(folder: Path, key: Mapping[str, Any], kinds: Mapping[str, SiteKind]) -> tuple[int, int, str]:
+    """Return the numbers of stored rows and texts of this key, or what differs from it. Raises `TrainingError`."""
     state = folder / STATE
     if folder.exists() and not state.is_file() and any(folder.iterdir()):
         raise TrainingError(f"{folder} holds other files than states: choose another folder for them")
@@ -345,10 +351,11 @@ def _begun(folder: Path, key: Mapping[str, Any], kinds: Mapping[str, SiteKind]) 
             (folder / _file(site)).stat().st_size >= saved["rows"] * kind.row_bytes for site, kind in kinds.items()
         )
         if saved["key"] == key and is_complete:
-            return int(saved["rows"]), int(saved["texts"])
-    except (OSError, ValueError, KeyError, TypeError):
-        pass
-    return 0, 0
+            return int(saved["rows"]), int(saved["texts"]), ""
+        other = [_NAMES.get(name, name) for name in key if saved["key"].get(name) != key[name]]
+        return 0, 0, f"another {', another '.join(other)}" if other else "a file is shorter than stated"
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return 0, 0, ""
 
 
 def _stated(key: Mapping[str, Any], rows: int, texts: int) -> str:

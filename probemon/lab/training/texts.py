@@ -6,8 +6,8 @@ texts[0].counts(tokens)                            # [T] bool
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -34,6 +34,7 @@ class Text:
     - `is_chat`: has the template's special tokens.
     - `counted_tokens [T]`: without offsets.
     - `reads_date`: its template writes the date.
+    - `offsets`: of each counted turn, where the first character of its content would stand.
     """
 
     where: str
@@ -42,6 +43,7 @@ class Text:
     is_chat: bool = False
     counted_tokens: Mask | None = field(default=None, compare=False, repr=False)
     reads_date: bool = False
+    offsets: Mapping[int, int] = field(default_factory=dict, compare=False, repr=False)
 
     def counts(self, tokens: WindowTokens) -> Mask:
         """Return which tokens count `[T]`."""
@@ -50,6 +52,13 @@ class Text:
         if self.counted_tokens is not None:
             return self.counted_tokens
         return in_ranges(tokens.start, tokens.end, self.counted)
+
+
+def after(text: Text, n_before: int, turn: int | None) -> Text:
+    """Return a text of which only what follows the first `n_before` characters, of a chat's turn, counts."""
+    first = n_before + (0 if turn is None else text.offsets[turn])
+    ranges = text.counted or ((0, len(text.text)),)
+    return replace(text, counted=tuple((max(a, first), b) for a, b in ranges if b > first))
 
 
 def render(
@@ -72,7 +81,8 @@ def _chat(example: Example, tokenizer: Any, roles: Sequence[str], chat_date: str
     except ChatRefused as error:
         raise TrainingError(f"{example.where}: {error}") from error
     role_turns = [at for at, message in enumerate(chat.said) if message["role"] in roles]
-    ranges = _placed(example, chat, [at for at in role_turns if chat.said[at]["content"].strip()])
+    turns = [at for at in role_turns if chat.said[at]["content"].strip()]
+    ranges, offsets = _placed(example, chat, turns)
     if not ranges:
         condition = " that says anything" if role_turns else ""
         raise TrainingError(
@@ -86,11 +96,11 @@ def _chat(example: Example, tokenizer: Any, roles: Sequence[str], chat_date: str
             raise TrainingError(
                 f"{example.where}: which tokens are of {' or '.join(roles)} is unknown: {error}"
             ) from None
-    return Text(example.where, chat.text, tuple(ranges), True, tokens, chat.reads_date)
+    return Text(example.where, chat.text, tuple(ranges), True, tokens, chat.reads_date, offsets)
 
 
-def _placed(example: Example, chat: Chat, turns: Sequence[int]) -> list[tuple[int, int]]:
-    """Return the ranges of these turns in a chat's text, in order. Raises `TrainingError`.
+def _placed(example: Example, chat: Chat, turns: Sequence[int]) -> tuple[list[tuple[int, int]], dict[int, int]]:
+    """Return the ranges of these turns in a chat's text, in order, and `Text.offsets`. Raises `TrainingError`.
 
     Renders marks instead of the turns, because a turn may repeat the template's text.
     """
@@ -102,11 +112,13 @@ def _placed(example: Example, chat: Chat, turns: Sequence[int]) -> list[tuple[in
         rest = chat.written(marked, add_generation_prompt=False)
     except Exception as error:  # templates are programs of the model
         raise TrainingError(f"{example.where}: the model's chat template looks into what is said: {error}") from error
-    around, contents = [], []
+    around, contents, order = [], [], list[int]()
+    turn_of = dict(zip(marks, turns, strict=True))
     while occurrences := sorted((rest.find(mark), mark) for mark in marks if mark in rest):
         at, mark = occurrences[0]
         around.append(rest[:at])
         contents.append(marks.pop(mark))
+        order.append(turn_of[mark])
         rest = rest[at + len(mark) :]
     # Templates may strip turns, so a prefix can match in several ways.
     ways: dict[int, list[tuple[int, int]]] = {0: []}
@@ -131,4 +143,8 @@ def _placed(example: Example, chat: Chat, turns: Sequence[int]) -> list[tuple[in
             f"{example.where}: the model's chat template changes what is said (many cut reasoning in <think> away), so"
             " the place of each turn is unknown: leave out what the template removes"
         )
-    return solutions[0]
+    offsets = {}
+    for turn, content, (first, stop) in zip(order, contents, solutions[0], strict=True):
+        core = content.strip()
+        offsets[turn] = chat.text.index(core, first, stop) - content.index(core)
+    return solutions[0], offsets

@@ -17,41 +17,34 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
-from torch import Tensor
 
-from probemon.core.aggregate import Each
 from probemon.core.familiarity import Familiar
-from probemon.core.hierarchy import Ints
-from probemon.core.probes import InputSpec
 from probemon.core.score_rules import INDEPENDENT, PATH
 from probemon.errors import ConfigError, TrainingError
 from probemon.host.identity import manifest_host
 from probemon.host.loading import load_model
 from probemon.host.model import find_layers, hidden_size, unwrap
 from probemon.lab.corpora.windows import Reading
-from probemon.lab.training.background import passages
-from probemon.lab.training.candidates import Problem, best_candidate, fit_candidate, possible
 from probemon.lab.training.card import card
-from probemon.lab.training.choice import LayerChoice
-from probemon.lab.training.crossvalidation import cross_validated, curve, deal
-from probemon.lab.training.dataset import Dataset
+from probemon.lab.training.crossfit import search
+from probemon.lab.training.dataset import N_FOLDS, OUTSIDE, OWN, Dataset
 from probemon.lab.training.example_files import Source
 from probemon.lab.training.examples import Examples, read_examples
-from probemon.lab.training.fitting import BESIDE, Fitted, TrainingRows, fit_linear, prepared, row_parts
 from probemon.lab.training.generated import with_generated
-from probemon.lab.training.logistic import Dense, Targets
-from probemon.lab.training.measured import TrainingMeasurement
+from probemon.lab.training.measured import TrainingMeasurement, final_probes
+from probemon.lab.training.ordinary import ordinary
 from probemon.lab.training.report import report_html
 from probemon.lab.training.settings import TrainingSettings
-from probemon.lab.training.standard import Weights, fold
-from probemon.lab.training.state_store import StatePlan, StateStore, TextReader, collect_states, held, within_budget
+from probemon.lab.training.standard import rounded
+from probemon.lab.training.state_store import TextReader, held
+from probemon.lab.training.states import States, read_states, spec_of
 from probemon.packs.files import check_target
 from probemon.packs.pack import ProbePack
+from probemon.util.cache_folders import cache_dir
+from probemon.util.counted import counted
 from probemon.util.files import why_not_writable, write_text_atomically
 
 REPORT = "report.html"
-_NORM = "rmsnorm"
-_SWEEP_BYTES = 32 << 20  # of one site in cross-validation
 _N_GOLDEN, _N_FAMILIAR = 8, 20_000
 
 
@@ -170,49 +163,34 @@ class _Job:
         self.settings, self.out, self.say, self.progress = settings, out, say, progress
         self.model, self.tokenizer = model, tokenizer
         self.host = unwrap(model)
-        self.n_layers = len(find_layers(self.host)[1])
-        self.sites = settings.sites(self.n_layers)
+        self.sites = settings.sites(len(find_layers(self.host)[1]))
         self.reader = TextReader(model, tokenizer, self.sites, Reading())
         self.dtype = torch.float32 if self.host.dtype == torch.float32 else torch.bfloat16
 
     def dataset(self, examples: Examples, outside: Examples | None) -> Dataset:
-        background = passages(self.tokenizer) if self.settings.background else []
-        return Dataset.of_examples(
+        n = self.settings.ordinary
+        data = Dataset.of_examples(
             examples,
             self.reader,
-            background=background,
+            ordinary=ordinary(self.tokenizer, texts=n, seed=self.settings.seed) if n else None,
             outside=outside,
             held_out=self.settings.held_out,
             roles=self.settings.roles,
             chat_date=self.settings.chat_date,
             seed=self.settings.seed,
         )
-
-    def states(self, data: Dataset) -> StateStore:
-        row_bytes = self.reader.row_bytes
-        kept_positions = within_budget(
-            data.wanted, data.whole.tolist(), row_bytes=row_bytes, budget=self.settings.budget, seed=self.settings.seed
-        )
-        for name in ("calibrate", "test"):
-            if not any(len(kept_positions[i]) for i in data.document[data.of(name)]):
-                most = sum(map(len, data.wanted)) * row_bytes
-                raise TrainingError(
-                    f"no text to {name} on fits in the budget of {self.settings.budget} bytes: {most} are enough"
-                    " for all (--budget), fewer layers need less (--layers)"
-                )
-        plan = StatePlan(self.reader, data.texts, data.tokens, kept_positions)
-        total, done = sum(len(data.tokens[i]) for _, places in plan.kinds() for i in places), 0
-        self.say(
-            f"{len(data.texts)} texts of {total} tokens; states of {plan.n_rows} tokens at {len(self.sites)} layers"
-            f" ({plan.n_rows * row_bytes / 1e9:.2f} GB)"
-        )
-
-        def ran(n: int) -> None:
-            nonlocal done
-            done += n
-            self.progress(done, total)
-
-        return collect_states(plan, self.settings.folder(self.out), progress=ran)
+        only_test = int((data.is_of(OWN) & (data.fold == OUTSIDE)).sum())
+        if outside is not None and only_test and not self.settings.held_out:
+            self.say(
+                f"{counted(only_test, 'text')} of the training only test: of a group, or near duplicates, of the texts"
+                " elsewhere"
+            )
+        if data.n_twins:
+            self.say(
+                f"{counted(data.n_twins, 'pair')} of texts differ in little but their labels: kept together, as if they"
+                " had one 'group'"
+            )
+        return data
 
     def finish(
         self,
@@ -223,18 +201,26 @@ class _Job:
         overwrite: bool,
         report: str | os.PathLike[str] | None,
     ) -> Trained:
-        store = self.states(data)
-        part = row_parts(data, store)
-        choice = self.choose(data, store, part)
-        self.say(
-            f"site {', '.join(sorted(set(choice.site_of)))}: AUROC by cross-validation"
-            f" {max(value for value, _ in choice.curve):.3f} at best"
+        states = read_states(
+            data,
+            self.reader,
+            self.settings.folder(self.out),
+            cache_dir() / "ordinary",
+            dtype=self.dtype,
+            budget=self.settings.budget,
+            seed=self.settings.seed,
+            say=self.say,
+            progress=self.progress,
         )
-        fitted = self.fit(data, store, part, choice)
-        measurement = TrainingMeasurement.of(data, store, part, fitted, choice, self.settings, self.host)
+        self.check_room(data, states)
+        found = search(states, data, self.sites, method=self.settings.method, say=self.say)
+        final, slopes = final_probes(states, data, found)
+        embeddings = self.host.get_input_embeddings().weight.detach()
+        measurement = TrainingMeasurement.of(data, states, found, final, slopes, self.settings, embeddings)
         quality = measurement.quality()
         page = report_html(name, data, measurement, quality)
         text = card(name, data, quality, self.settings, model_id)
+        used = [site for site in self.sites if site in final.site_of]
         pack = ProbePack.write(
             self.out,
             name=name,
@@ -247,22 +233,20 @@ class _Job:
                 }
                 for concept in data.concepts
             ],
-            weights=fitted.weights,
+            weights=rounded(final.w, final.b, final.mean, self.dtype),
             score_rule=PATH if data.is_tree else INDEPENDENT,
-            inputs=[{"site": spec.site, "norm": spec.norm, "eps": spec.eps} for spec in fitted.inputs],
-            input_index=torch.from_numpy(fitted.input_of),
+            inputs=[{"site": spec.site, "norm": spec.norm, "eps": spec.eps} for spec in map(spec_of, used)],
+            input_index=torch.tensor([used.index(site) for site in final.site_of]),
             host=manifest_host(self.host, model_id),
             licence=licence,
             card=text,
-            alert_threshold=torch.from_numpy(measurement.alert_threshold),
+            alert_threshold=torch.from_numpy(next(iter(measurement.alert_sets.values()))),
             alert_set=next(iter(measurement.alert_sets)),
             alert_sets={name: torch.from_numpy(values) for name, values in list(measurement.alert_sets.items())[1:]},
-            aggregated={str(self.settings.aggregator): torch.from_numpy(measurement.text_threshold)}
-            if not np.isnan(measurement.text_threshold).all() and self.settings.aggregator != Each()
-            else None,
+            aggregated=measurement.aggregated or None,
             score_counts=measurement.score_counts,
-            familiar=fitted.familiar,
-            golden_hidden=fitted.golden,
+            familiar=[self._familiar(data, states, site) for site in used],
+            golden_hidden=torch.stack([self._golden(data, states, site) for site in used], dim=1),
             provenance={
                 "training": self.settings.as_dict(),
                 "versions": _versions(),
@@ -277,108 +261,46 @@ class _Job:
             write_text_atomically(Path(report), page)
         return Trained(pack, quality, page)
 
-    def choose(self, data: Dataset, store: StateStore, part: Tensor) -> LayerChoice:
-        learnt = data.compared_inside
-        use = data.of("train") & (learnt >= 0).any(axis=1)
-        folds = np.full(len(data.known), -1, dtype=np.int64)
-        folds[use] = deal(_numbered(data.group[use]), learnt[use], seed=self.settings.seed)
-        targets = Targets(torch.zeros(0, dtype=torch.int64), torch.from_numpy(learnt))
-        tables, seen = [], list[tuple[int, int]]()
-        for i, site in enumerate(self.sites):
-            rows = self._rows(store, part, use, site, _SWEEP_BYTES)
-            labelled = Targets(rows.part, targets.known)
-            seen.append((len(rows.row), rows.n_of))
-            tables.append(cross_validated(Dense(rows.x), labelled, folds))
-            self.say(f"layer {i + 1} of {len(self.sites)}, {site}: AUROC {curve(tables[-1:])[0][0]:.3f}")
-        return LayerChoice.of(self.sites, tables, alone=not data.is_tree, seen=min(seen))
+    def check_room(self, data: Dataset, states: States) -> None:
+        """Raise `TrainingError` if the budget left a concept with too few texts."""
+        for p, concept in enumerate(data.concepts):
+            there = states.kept & data.is_of(OWN) & (data.text_known[:, p] == 1) & (data.fold >= 0)
+            if len(np.unique(data.fold[there])) < N_FOLDS:
+                most = sum(map(len, data.wanted)) * self.reader.row_bytes
+                raise TrainingError(
+                    f"too few texts of {concept.id!r} fit in the budget of {self.settings.budget} bytes: {most} are"
+                    " enough for all (--budget), fewer layers need less (--layers)"
+                )
 
-    def fit(self, data: Dataset, store: StateStore, part: Tensor, choice: LayerChoice) -> Fitted:
-        used = [site for site in self.sites if site in choice.site_of]
-        n_concepts = len(data.concepts)
-        inputs = tuple(InputSpec(site, _NORM) for site in used)
-        input_of = np.asarray([used.index(site) for site in choice.site_of], dtype=np.int64)
-        by_method: dict[str, Weights] = {}
-        familiar: list[Familiar | None] = []
-        golden, learnt_from = [], list[tuple[int, int]]()
-        method, areas = self.settings.method, dict[str, float]()
-        names = possible(data, self.settings.aggregator, n_sites=len(used))
-        if method not in (*BESIDE, "auto", *names):
-            raise ConfigError(f"method {method!r} cannot be used here: {', '.join((*names, *BESIDE[1:]))} can")
-        for i, site in enumerate(used):
-            concepts = np.flatnonzero(input_of == i)
-            rows = self._rows(store, part, data.of("train"), site, self.settings.memory)
-            problem = Problem(
-                data,
-                rows,
-                concepts.tolist(),
-                data.learnt,
-                choice.l2[concepts],
-                self.settings.aggregator,
-                self.settings.seed,
-            )
-            if method == "auto":
-                # All sites have one kind.
-                method, areas = best_candidate(names, problem) if len(used) == 1 else ("logistic", {})
-            learnt_from.append((len(rows.row), rows.n_of))
-            linear = fit_linear(rows, problem.targets, problem.l2)
-            for kind in dict.fromkeys((*BESIDE, method)):
-                if kind in BESIDE[1:]:
-                    weights = fit_linear(rows, problem.targets, problem.l2, kind)
-                else:
-                    weights = fit_candidate(kind, problem, linear)
-                for key, value in fold(weights, rows.standard, self.dtype).items():
-                    kind_weights = by_method.setdefault(kind, {})
-                    kind_weights.setdefault(key, torch.zeros(n_concepts, *value.shape[1:], dtype=value.dtype))[
-                        concepts
-                    ] = value
-            familiar.append(self._familiar(data, store, part, inputs[i]))
-            golden.append(store.states(site)[self._golden_rows(data, part)].float())
-        return Fitted(
-            method,
-            areas,
-            by_method[method],
-            by_method,
-            inputs,
-            input_of,
-            familiar,
-            torch.stack(golden, dim=1),
-            min(learnt_from),
-        )
-
-    def _rows(self, store: StateStore, part: Tensor, use: np.ndarray, site: str, most_bytes: int) -> TrainingRows:
-        return TrainingRows.of(
-            store.states(site),
-            part,
-            use,
-            InputSpec(site, _NORM),
-            self.dtype,
-            most_bytes=most_bytes,
-            seed=self.settings.seed,
-        )
-
-    def _familiar(self, data: Dataset, store: StateStore, part: Tensor, spec: InputSpec) -> Familiar | None:
+    def _familiar(self, data: Dataset, states: States, site: str) -> Familiar | None:
         width = hidden_size(self.host)
-        states = store.states(spec.site)
-        train_states, calibration_states = (
-            prepared(states, _some(data, part, split, _N_FAMILIAR), spec, self.dtype)
-            for split in ("train", "calibrate")
-        )
-        if len(train_states) <= max(64, width // 2) or len(calibration_states) < 100:
+        own = (data.fold >= 0) & states.kept
+        learnt = self._some(states, site, own & (data.fold != 0))
+        held_out = self._some(states, site, own & (data.fold == 0))
+        if len(learnt) <= max(64, width // 2) or len(held_out) < 100:
             return None
-        return Familiar.of(train_states, calibration_states)
+        return Familiar.of(learnt, held_out)
 
-    def _golden_rows(self, data: Dataset, part: Tensor) -> Tensor:
-        return _some(data, part, "test", _N_GOLDEN)
+    def _some(self, states: States, site: str, use: np.ndarray) -> torch.Tensor:
+        """Return at most `_N_FAMILIAR` prepared states of texts `use [N]`, evenly spread."""
+        lengths = sum(
+            np.bincount(store.document, minlength=len(places)) @ use[places] for store, places in states.stores
+        )
+        every = max(1, int(lengths) // _N_FAMILIAR)
+        return torch.cat(
+            [torch.zeros(0, hidden_size(self.host)), *(block.x[::every] for block in states.blocks(site, use))]
+        )
 
-
-def _some(data: Dataset, part: Tensor, split: str, n: int) -> Tensor:
-    """Return at most n rows of a split, evenly spread."""
-    rows = np.flatnonzero(data.of(split)[part.numpy()])
-    return torch.from_numpy(rows[np.unique(np.linspace(0, len(rows) - 1, min(n, len(rows))).astype(np.int64))])
-
-
-def _numbered(group: Ints) -> Ints:
-    return np.unique(group, return_inverse=True)[1].astype(np.int64)
+    def _golden(self, data: Dataset, states: States, site: str) -> torch.Tensor:
+        """Return the last states of a few own texts `[G, D]`, not prepared."""
+        own = np.flatnonzero(data.is_of(OWN) & states.kept & (data.fold != OUTSIDE))
+        use = np.zeros(len(data.texts), dtype=bool)
+        use[own[np.unique(np.linspace(0, len(own) - 1, _N_GOLDEN).astype(np.int64))]] = True
+        found = []
+        for block in states.blocks(site, use, raw=True):
+            last = np.flatnonzero(np.diff(block.document, append=-1))
+            found.append(block.x[last])
+        return torch.cat(found)
 
 
 def _versions() -> dict[str, str]:

@@ -15,11 +15,11 @@ from transformers.utils import chat_template_utils
 from corpora import make_tokenizer
 from lab.training.test_train import rows
 from probemon import DynamicProbeManager
+from probemon.core.inputs import prepare_input
 from probemon.core.probes import InputSpec
 from probemon.errors import ConfigError, TrainingError
 from probemon.lab.training.collect import collect
-from probemon.lab.training.fitting import TrainingRows, fit_linear
-from probemon.lab.training.logistic import Targets
+from probemon.lab.training.logistic import Dense, Targets, fit_logistic
 
 SITE = "resid_post.1"
 
@@ -54,7 +54,7 @@ def test_every_token_has_its_characters_and_labels(collected, texts):
 
 
 def test_collected_files_train_the_same_weights_in_scikit_learn(collected):
-    """From the files alone, in numpy; beside the rows and the trainer that a pack is made with."""
+    """From the files alone, in numpy; beside prepared inputs and the fit that a pack is made with."""
     tokens, states = (
         load_file(collected.folder / "tokens.safetensors"),
         load_file(collected.folder / f"{SITE}.safetensors"),
@@ -74,19 +74,12 @@ def test_collected_files_train_the_same_weights_in_scikit_learn(collected):
 
     part = np.unique(document * 2 + y, return_inverse=True)[1]
     known = np.asarray([y[part == i][0] for i in range(part.max() + 1)], dtype=np.int8)[:, None]
-    own = TrainingRows.of(
-        collected.states(SITE), _of_all(part, use), np.r_[np.ones(part.max() + 1, dtype=bool), False],
-        InputSpec(SITE, "rmsnorm"), torch.float32, most_bytes=1 << 30, seed=0,
-    )  # fmt: skip
-    ours = fit_linear(own, Targets(own.part, torch.from_numpy(known)), torch.tensor([0.01]))
-    assert np.abs(ours["w1"][0, 0].numpy() - by_hand.coef_[0]).max() < 1e-4
-    assert abs(float(ours["b1"][0, 0]) - by_hand.intercept_[0]) < 1e-4
-
-
-def _of_all(part, use):
-    whole = np.full(len(use), part.max() + 1)
-    whole[use] = part
-    return torch.from_numpy(whole)
+    rows = np.flatnonzero(use)
+    own = prepare_input(collected.states(SITE)[torch.from_numpy(rows)], InputSpec(SITE, "rmsnorm"), torch.float32)
+    own = (own - own.mean(0)) / own.std(0)
+    w, b = fit_logistic(Dense(own), Targets(torch.from_numpy(part), torch.from_numpy(known)), torch.tensor([0.01]))
+    assert np.abs(w[0].numpy() - by_hand.coef_[0]).max() < 1e-4
+    assert abs(float(b[0]) - by_hand.intercept_[0]) < 1e-4
 
 
 def test_parquet_holds_the_same(collected, tmp_path):

@@ -50,17 +50,17 @@ def run(begin, tmp_path):
 
 
 def test_train_writes_a_pack_and_a_report_with_its_caveats(folder, run):
-    given = ("train", "host", "rows.jsonl", "--out", "letters", "--no-background", "--layers", "0,1")
+    given = ("train", "host", "rows.jsonl", "--out", "letters", "--ordinary", "0", "--layers", "0,1")
     said = run(*given)
     pack = ProbePack.open(folder / "letters", verify=True)
     assert pack.manifest["host"]["model_id"] == "host" and pack.n_probes == 2
     assert "letters: letters, 2 probes; report in letters.html" in said
-    assert "A false-positive rate of 0.01 by text cannot be claimed for zed, queue" in said
-    heads = ("AUROC", "95 %", "TPR at 1 %", "0.1 %", "words", "embedding", "mean state", "length", "position", "masked")
-    (shown,) = [line for line in said.splitlines() if line.startswith("concept")]
-    assert shown.split() == " ".join(("concept", *heads, "shuffled", "random", "false", "alarms")).split()
+    assert "No ordinary text was used: of 100 of your texts without it" in said
+    heads = "read by threshold finds in other text near misses of 100 ordinary texts worst kind"
+    (shown,) = [line for line in said.splitlines() if line.startswith("concept") and "threshold" in line]
+    assert shown.split() == ["concept", *heads.split()]
     page = (folder / "letters.html").read_text()
-    assert "<svg" in page and "The worst mistakes" in page and "<script" not in page
+    assert "<svg" in page and "over the threshold" in page and "<script" not in page
     again = json.loads(run(*given, "--json", "--overwrite"))
     assert again["concepts"] == pack.manifest["quality"]["concepts"]
     assert sorted(path.name for path in folder.iterdir()) == ["cache", "host", "letters", "letters.html", "rows.jsonl"]
@@ -79,6 +79,12 @@ def test_train_writes_a_pack_and_a_report_with_its_caveats(folder, run):
             "--budget is nan",
         ),
         (("train", "host", "rows.jsonl", "--out", "x", "--budget", "inf"), "--budget is inf"),
+        (("train", "host", "rows.jsonl", "--out", "x", "--holdout", "far"), "--holdout is 'far': give FIELD=VALUE"),
+        (("train", "host", "rows.jsonl", "--out", "x", "--holdout", "author="), "--holdout is 'author=': give FIELD"),
+        (
+            ("train", "host", "rows.jsonl", "--out", "x", "--ordinary", "0", "--holdout", "author=a2"),
+            "no example has author 'a2', which is to be held out",
+        ),
         (
             ("states", "host", "rows.jsonl", "--out", "x", "--sites", "resid_post.2", "--budget", "1e-10"),
             "--budget is 1e-10: give a number of GB, one byte (1e-09) or more",

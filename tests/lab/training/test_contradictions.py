@@ -59,7 +59,7 @@ def test_card_names_contradictions_and_counts_the_rest(model, tmp_path):
     copies = [text(rng, "z") for _ in range(3)]
     given = [row for copy in copies for row in ({"text": copy, "labels": ["zed"]}, {"text": copy, "not": ["zed"]})]
     found = train(
-        model, [*rows(), *given], tmp_path / "p", tokenizer=make_tokenizer(), background=False, layers=(1,),
+        model, [*rows(), *given], tmp_path / "p", tokenizer=make_tokenizer(), ordinary=0, layers=(1,),
         states=tmp_path / "s",
     )  # fmt: skip
     one = {"texts": 3, "there": f"example {N}", "absent": f"example {N + 1}"}

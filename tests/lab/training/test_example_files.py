@@ -14,6 +14,7 @@ from probemon.lab.training.examples import Concept, Span, read_examples
 from probemon.lab.training.labels import parts_of
 from probemon.lab.training.texts import Text
 
+TURNS = [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "A whale did"}]
 TREE = """
 - {id: animal, name: animals, definition: a living thing that moves, examples: [A crab walks., An ant digs.]}
 - {id: whale, parents: [animal], examples: [A whale sings.], counterexamples: [A shark bites.]}
@@ -37,6 +38,58 @@ def test_label_is_positive_negative_or_unknown():
     assert examples.known().tolist() == [[1, 0], [0, 1], [-1, 1]]
     assert [example.group for example in examples.texts] == ["3", "3", None]
     assert labels(read_examples(rows, exclusive=True))["c"] == {"y": True, "x": False}
+
+
+def test_present_and_absent_are_other_names_of_labels_and_not():
+    rows = [{"text": "a", "labels": ["x"], "not": ["y"]}, {"text": "b", "labels": {"y": True}}]
+    other = [{"text": "a", "present": ["x"], "absent": ["y"]}, {"text": "b", "present": {"y": True}}]
+    assert read_examples(other) == read_examples(rows)
+
+
+def test_unsure_concepts_and_what_is_below_them_stay_unknown(tmp_path):
+    (tmp_path / "tree.yaml").write_text(TREE)
+    own = read_examples(tmp_path / "tree.yaml")
+    row = {"text": "b", "labels": ["tool"], "unsure": ["animal"]}
+    (example,) = read_examples([row], like=own, exclusive=True).texts
+    assert example.labels == {"tool": True} and set(example.unsure) == {"animal", "whale", "bird"}
+    spans = [{"text": "whale crab", "spans": {"whale": [[0, 5]]}, "unsure": ["tool"], "not": ["bird"]}]
+    known = read_examples(spans, like=own)
+    assert known.known().tolist() == [[1, 1, 0, -1]]
+
+
+def test_other_fields_of_rows_are_kept_to_be_held_out():
+    rows = [
+        {"text": "a", "labels": ["x"], "author": "Ann", "year": 1999.0, "group": "g"},
+        {"positive": "p", "negative": "n", "concept": "x", "author": None},
+        {"messages": TURNS, "labels": ["x"], "tools": [], "author": "Bob"},
+    ]
+    found = read_examples(rows).texts
+    assert found[0].fields == {"author": "Ann", "year": "1999"} and found[0].value_of("group") == "g"
+    assert [example.value_of("author") for example in found] == ["Ann", None, None, "Bob"]
+
+
+def test_spans_given_by_concept_equal_a_list_of_them():
+    said = "A whale and a crab"
+    by_concept = {"whale": [[2, 7]], "crab": [[14, 18], {"start": 2, "end": 7, "is": False}]}
+    listed = [
+        {"start": 2, "end": 7, "concept": "whale"},
+        {"start": 14, "end": 18, "concept": "crab"},
+        {"start": 2, "end": 7, "concept": "crab", "is": False},
+    ]
+    assert read_examples([{"text": said, "spans": by_concept}]) == read_examples([{"text": said, "spans": listed}])
+    in_turn = {"whale": [{"turn": 1, "start": 2, "end": 7}]}
+    (chat,) = read_examples([{"messages": TURNS, "spans": in_turn}]).texts
+    assert chat.spans == (Span(2, 7, "whale", turn=1),) and chat.said_in(chat.spans[0]) == "whale"
+
+
+def test_sides_of_a_pair_may_be_chats():
+    other = [TURNS[0], {"role": "assistant", "content": "A shark did"}]
+    for_it, against = read_examples([{"positive": TURNS, "negative": other, "concept": "whale"}]).texts
+    assert [turn["content"] for turn in against.messages] == ["Why?", "A shark did"]
+    assert (for_it.labels, against.labels) == ({"whale": True}, {"whale": False})
+    assert for_it.group == against.group is not None
+    with pytest.raises(TrainingError, match="a message has a 'role'"):
+        read_examples([{"positive": TURNS, "negative": [{"role": "judge", "content": "a"}], "concept": "whale"}])
 
 
 def test_files_of_every_format_give_the_same_examples(tmp_path):
@@ -170,8 +223,22 @@ def _written(path, *rows):
         ([{"messages": [{"role": "user", "content": "a"}], "text": "b", "labels": ["x"]}], "has 'messages' and 'text'"),
         (
             [{"messages": [{"role": "user", "content": "a"}], "spans": [{"start": 0, "end": 1, "concept": "x"}]}],
-            "has 'messages' and 'spans'",
+            "example 0: a span of a chat has a 'turn' from 0 to 0, the number of its message, and not None",
         ),
+        (
+            [{"messages": TURNS, "spans": [{"turn": 2, "start": 0, "end": 1, "concept": "x"}]}],
+            "a span of a chat has a 'turn' from 0 to 1, the number of its message, and not 2",
+        ),
+        ([{"messages": TURNS, "spans": {"x": [{"turn": 1, "start": 2, "end": 99}]}}], "from 2 to 99 of 11 characters"),
+        ([{"messages": TURNS, "spans": {"x": [[0, 1]]}}], "has a 'turn' from 0 to 1"),
+        ([{"text": "a b", "spans": {"x": [[0, 1, 2]]}}], r"a span of 'x' is \[0, 1, 2\]: give \[start, end\]"),
+        ([{"text": "a b", "labels": ["x"], "unsure": ["x"]}], "'x' is in 'unsure' and is labelled: give one of them"),
+        ([{"text": "a b", "spans": {"x": [[0, 1]]}, "unsure": ["x"]}], "'x' is in 'unsure' and is labelled"),
+        ([{"text": "a b", "labels": ["x"], "present": ["y"]}], "has 'labels' and 'present'"),
+        ([{"text": "a b", "present": ["x"], "absent": ["x"]}], "'x' is in 'labels' and in 'not'"),
+        ([{"text": "a b", "not": ["x"], "absent": ["y"]}], "has 'not' and 'absent'"),
+        ([{"positive": TURNS, "negative": TURNS, "concept": "x"}], "both texts of the pair are the same"),
+        ([{"positive": "p", "negative": "n", "concept": "x", "labels": ["y"]}], "has 'positive' and 'labels'"),
         ([{"text": "a b", "spans": [{"start": 1, "end": 2, "concept": "x"}]}], "holds nothing but space"),
         ([{"id": "a", "examples": ["t"], "counterexamples": ["t "]}], "counterexamples 1 and .* are one text, of 'a'"),
         ([{"id": "a", "examples": ["t"]}, {"id": "b", "examples": ["t"]}], "are one text, of 'b' and not of it"),

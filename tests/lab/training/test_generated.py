@@ -12,7 +12,7 @@ import pytest
 from probemon.bundled import load_bundled
 from probemon.errors import TrainingError
 from probemon.lab.corpora.windows import Reading
-from probemon.lab.training.dataset import Dataset
+from probemon.lab.training.dataset import N_FOLDS, NEVER, Dataset
 from probemon.lab.training.examples import Example, read_examples
 from probemon.lab.training.generated import with_generated
 from probemon.lab.training.state_store import TextReader
@@ -89,9 +89,9 @@ def test_generated_texts_and_near_copies_only_train(demo):
         for i, text in enumerate([copy, *fresh])
     )
     data = Dataset.of_examples(examples, TextReader(model, tokenizer, ["resid_post.1"], Reading()), seed=3)
-    texts = np.asarray([example.text for example in examples.texts])[data.document]
-    assert data.generated.sum() == 10 and set(data.split[data.generated]) == {"train"}
-    assert set(data.split[texts == copy]) == {"train"} and set(data.split) == {"train", "calibrate", "test"}
+    texts = np.asarray([example.text for example in examples.texts])
+    assert data.generated.sum() == 10 and set(data.fold[data.generated]) == {NEVER}
+    assert set(data.fold[texts == copy]) == {NEVER} and set(data.fold) == {NEVER, *range(N_FOLDS)}
 
 
 def test_generated_texts_do_not_suffice_for_testing_a_concept(demo):

@@ -3,13 +3,10 @@
 import numpy as np
 import pytest
 import torch
-from sklearn.covariance import oas
 from sklearn.feature_extraction.text import TfidfVectorizer
 from sklearn.linear_model import LogisticRegression
 
-from probemon.lab.training.directions import discriminant, mean_difference, scaled
-from probemon.lab.training.evaluation import judge
-from probemon.lab.training.logistic import Dense, Sparse, Targets, fit_logistic, row_weights
+from probemon.lab.training.logistic import Dense, RowTargets, Sparse, Targets, fit_logistic, row_weights
 from probemon.lab.training.words import Vocabulary, places_of
 
 
@@ -67,6 +64,24 @@ def test_ill_conditioned_features_converge_in_few_steps():
     assert len(passes) < 30
 
 
+def test_weights_of_rows_equal_scikit_learn_and_a_warm_start_ends_there_too(problem):
+    x, targets = problem
+    weight = torch.rand(len(x), 3, generator=torch.Generator().manual_seed(2))
+    side = targets.known[targets.part]
+    rows = RowTargets(weight * (side == 1), weight * (side == 0))
+    l2 = torch.full((3,), 30.0)
+    w, b = fit_logistic(Dense(x), rows, l2)
+    for p in range(3):
+        use = (side[:, p] >= 0).numpy()
+        fitted = LogisticRegression(C=1 / 30.0, tol=1e-10, max_iter=5000)
+        fitted.fit(x.double().numpy()[use], side[use, p].numpy() == 1, sample_weight=weight[use, p].double().numpy())
+        assert np.abs(w[p].numpy() - fitted.coef_[0]).max() < 1e-3
+        assert abs(float(b[p]) - fitted.intercept_[0]) < 1e-3
+    start = (w + 0.1 * torch.randn(w.shape, generator=torch.Generator().manual_seed(3)), b)
+    again = fit_logistic(Dense(x), rows, l2, start=start)
+    assert (again[0] - w).abs().max() < 1e-3 and (again[1] - b).abs().max() < 1e-3
+
+
 def test_classes_and_texts_are_weighted_equally(problem):
     _, targets = problem
     for p in range(3):
@@ -109,22 +124,6 @@ def test_sparse_features_give_the_weights_of_dense_ones(problem):
             assert (first - second).abs().max() < 1e-4
 
 
-def test_mean_difference_and_lda_directions_equal_their_definitions(problem):
-    x, targets = problem
-    known = targets.known[targets.part, 0]
-    size = torch.bincount(targets.part, minlength=200)
-    means = torch.zeros(200, 24).index_add_(0, targets.part, x) / size[:, None].clamp(min=1)
-    sides = [means[(targets.known[:, 0] == side) & (size > 0)].mean(0) for side in (1, 0)]
-    assert (mean_difference(x, targets)[0] - (sides[0] - sides[1])).abs().max() < 1e-5
-    # sklearn's shrinkage leaves out terms of 1 / D.
-    covariance = oas(x.double().numpy())[0]
-    textbook = np.linalg.solve(covariance, (sides[0] - sides[1]).double().numpy())
-    assert np.abs(discriminant(x, targets)[0].numpy() - textbook).max() < 5e-3 * np.abs(textbook).max()
-    w, b = scaled(x, targets, discriminant(x, targets))
-    scores = torch.sigmoid(x @ w[0] + b[0])
-    assert 0.2 < scores[known == 0].mean() < 0.5 < scores[known == 1].mean() < 0.8
-
-
 def test_tfidf_features_equal_scikit_learn():
     texts = ["A whale sings, a whale dives!", "the ship sails", "a ship, a whale", "the whale"]
     vocabulary = Vocabulary.of(texts)
@@ -138,17 +137,3 @@ def test_tfidf_features_equal_scikit_learn():
     known = np.asarray([[1], [0], [1], [1]], dtype=np.int8)
     assert vocabulary.giveaways(texts, known, n=1) == [["whale"]]
     assert places_of(["whale"], texts[0]) == [(2, 7), (17, 22)]
-
-
-def test_intervals_resample_whole_groups():
-    """Copies of a text add nothing to what is known: the interval stays as wide."""
-    rng = np.random.default_rng(0)
-    scores, known = rng.random(60), (np.arange(60) % 2).astype(np.int8)
-    scores += 0.3 * known
-    few = judge(scores[:, None], known[:, None], np.arange(60), seed=0)[0]
-    many = judge(np.repeat(scores, 20)[:, None], np.repeat(known, 20)[:, None], np.repeat(np.arange(60), 20), seed=0)[0]
-    alone = judge(np.repeat(scores, 20)[:, None], np.repeat(known, 20)[:, None], np.arange(1200), seed=0)[0]
-    assert few.auroc == pytest.approx(many.auroc)
-    assert many.high - many.low > 0.8 * (few.high - few.low) > 2 * (alone.high - alone.low)
-    assert few.tpr == {0.01: None, 0.001: None}  # thirty negatives cannot tell one in a hundred
-    assert alone.tpr[0.01] is not None

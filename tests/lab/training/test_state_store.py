@@ -17,7 +17,7 @@ from oracle import states as forward_states
 from probemon.errors import TrainingError
 from probemon.lab.corpora import windows
 from probemon.lab.corpora.windows import Reading, Window
-from probemon.lab.training.state_store import StatePlan, TextReader, collect_states, drawn_evenly, held, within_budget
+from probemon.lab.training.state_store import StatePlan, TextReader, collect_states, drawn_evenly, held
 from probemon.lab.training.texts import Text
 
 SITES = ("resid_post.0", "resid_post.2")
@@ -159,20 +159,24 @@ def test_second_run_on_the_same_folder_is_refused(tmp_path):
         pass
 
 
-def test_a_budget_is_kept_and_whole_texts_come_first():
-    wanted = [np.arange(100) for _ in range(50)]
-    whole = [i < 10 for i in range(50)]
-    kept = within_budget(wanted, whole, row_bytes=10, budget=20_000, seed=0)
-    assert all(len(kept[i]) == 100 for i in range(10))
-    n_others = sum(map(len, kept[10:]))
-    assert 900 < n_others < 1100
-    assert [own.tolist() for own in kept] == [
-        own.tolist() for own in within_budget(wanted, whole, row_bytes=10, budget=20_000, seed=0)
-    ]
-    small = within_budget(wanted, whole, row_bytes=10, budget=4_000, seed=0)
-    assert sorted(map(len, small[:10])) == [0] * 7 + [100] * 3  # of each text all tokens or none
-    assert all(0 < len(own) < 10 for own in small[10:])
-    assert sum(map(len, within_budget(wanted, whole, row_bytes=10, budget=50_000, seed=0))) == 5000
+def test_it_is_said_whether_kept_states_are_used_or_why_not(model, texts, tmp_path):
+    said = []
+    collect_states(plan_of(model, texts), tmp_path / "s", say=said.append)
+    assert said == []
+    collect_states(plan_of(model, texts), tmp_path / "s", say=said.append)
+    assert said.pop() == f"states of {len(texts)} of {len(texts)} texts are taken from {tmp_path / 's'}"
+    anew = f"states in {tmp_path / 's'} are read anew: "
+    collect_states(plan_of(model, texts, sites=SITES[:1]), tmp_path / "s", say=said.append)
+    assert said.pop().startswith(f"{anew}another") and not said
+    collect_states(plan_of(model, texts[1:]), tmp_path / "s", say=said.append)
+    assert "another text or tokens of it" in said.pop()
+    (tmp_path / "s" / "resid_post.2.safetensors").write_bytes(b"cut")
+    collect_states(plan_of(model, texts[1:]), tmp_path / "s", say=said.append)
+    assert said.pop() == f"{anew}a file is shorter than stated"
+    handle = model.model.layers[0].register_forward_hook(lambda _, given, out: out + 0.05)
+    collect_states(plan_of(model, texts[1:]), tmp_path / "s", say=said.append)
+    handle.remove()
+    assert said.pop().startswith(f"{anew}the model gives other states now (at resid_post.0 by ")
 
 
 def test_texts_outside_the_budget_are_not_read(model, texts, tmp_path, monkeypatch):

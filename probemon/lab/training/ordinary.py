@@ -1,0 +1,135 @@
+"""Ordinary text, on which probes must be quiet: the corpus that comes with the package, by kind.
+
+    chosen = ordinary(tokenizer, texts=720, seed=0)
+    chosen.measured      # [(kind, Example)]: whole texts, the same number of each kind
+    chosen.template      # chats with the model's own system prompt and template, which always teach
+    chosen.carriers      # other texts, to put examples into
+
+Every text is ours or in the public domain (`ordinary/sources.json`). Chats are rendered whole: the template, system
+prompts, users and tools are ordinary text, too.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from importlib.resources import files
+from typing import Any
+
+import numpy as np
+
+from probemon.errors import ChatRefused
+from probemon.host.chat_dates import CHAT_DATE
+from probemon.host.chat_template import render as render_chat
+from probemon.lab.training.examples import Example
+from probemon.lab.training.texts import Text
+
+TEXTS = 520
+LONGEST = 800  # characters; longer texts are cut
+_N_TEMPLATE = 40
+_CHATS = ("chat", "agent")
+_SOURCES = "sources.json"
+
+
+@dataclass(frozen=True)
+class Ordinary:
+    """Texts by their use; `kinds` are those measured, in order."""
+
+    measured: Sequence[tuple[str, Example]] = ()
+    template: Sequence[Example] = ()
+    carriers: Sequence[str] = ()
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(kind for kind, _ in self.measured))
+
+
+def sources() -> dict[str, Any]:
+    """Return the corpus's manifest: by kind its texts, words, authors and licence."""
+    manifest: dict[str, Any] = json.loads(_folder().joinpath(_SOURCES).read_text(encoding="utf-8"))
+    return manifest
+
+
+@cache
+def corpus() -> Mapping[str, tuple[Example, ...]]:
+    """Return all texts by kind."""
+    by_kind = {}
+    for kind in sources()["kinds"]:
+        lines = _folder().joinpath(f"{kind}.jsonl").read_text(encoding="utf-8").splitlines()
+        by_kind[kind] = tuple(_example(kind, i + 1, json.loads(line)) for i, line in enumerate(lines))
+    return by_kind
+
+
+def _folder() -> Any:
+    return files("probemon.lab.training").joinpath("ordinary")
+
+
+def _example(kind: str, number: int, row: Mapping[str, Any]) -> Example:
+    where = f"ordinary text, {kind} {number}"
+    messages = tuple(row.get("messages", ()))
+    return Example(where, row.get("text", ""), messages=messages, group=f"ordinary {kind} {number}")
+
+
+def ordinary(tokenizer: Any, *, texts: int = TEXTS, seed: int = 0) -> Ordinary:
+    """Draw about `texts` texts, equally of all kinds, and what else training takes from the corpus."""
+    generator = np.random.default_rng([seed, 2])
+    by_kind = {kind: [own[i] for i in generator.permutation(len(own))] for kind, own in corpus().items()}
+    each = max(1, round(texts / len(by_kind)))
+    measured = [(kind, example) for kind, own in by_kind.items() for example in own[:each]]
+    rest = {kind: own[each:] for kind, own in by_kind.items()}
+    template: list[Example] = []
+    if getattr(tokenizer, "chat_template", None):
+        # Without a system prompt the template writes the model's own.
+        chats = [example for kind in _CHATS for example in rest.get(kind, ())][:_N_TEMPLATE]
+        template = [
+            replace(example, messages=tuple(turn for turn in example.messages if turn["role"] != "system"))
+            for example in chats
+        ]
+    carriers = [example.text for kind, own in rest.items() if kind not in _CHATS for example in own]
+    return Ordinary(measured, template, carriers)
+
+
+def render_whole(example: Example, tokenizer: Any, chat_date: str = CHAT_DATE) -> Text:
+    """Return an ordinary text or chat as the model reads it, up to `LONGEST` characters; all of it counts.
+
+    A template that takes no tools or system prompts gets what they say as turns of the user; without a template a chat
+    is a text with names of roles.
+    """
+    text = _whole(example, tokenizer, chat_date)
+    if len(text.text) <= LONGEST:
+        return text
+    cut = text.text[:LONGEST]
+    return replace(text, text=cut[: cut.rfind(" ")] if " " in cut else cut)
+
+
+def _whole(example: Example, tokenizer: Any, chat_date: str) -> Text:
+    if not example.messages:
+        return Text(example.where, example.text)
+    if getattr(tokenizer, "chat_template", None):
+        for messages in (example.messages, _as_two(example.messages)):
+            try:
+                chat = render_chat(tokenizer, messages, date=chat_date)
+            except ChatRefused:
+                continue
+            return Text(example.where, chat.text, is_chat=True, reads_date=chat.reads_date)
+    turns = (f"{turn['role'].capitalize()}: {_said(turn)}" for turn in example.messages)
+    return Text(example.where, "\n\n".join(turns))
+
+
+def _as_two(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return the turns of a user and an assistant, who alternate."""
+    turns: list[dict[str, Any]] = []
+    for message in messages:
+        role = "assistant" if message["role"] == "assistant" else "user"
+        if turns and turns[-1]["role"] == role:
+            turns[-1]["content"] += f"\n\n{_said(message)}"
+        else:
+            turns.append({"role": role, "content": _said(message)})
+    return turns if turns[0]["role"] == "user" else [{"role": "user", "content": "Go on."}, *turns]
+
+
+def _said(message: Mapping[str, Any]) -> str:
+    calls = [json.dumps(call["function"], ensure_ascii=False) for call in message.get("tool_calls") or ()]
+    return "\n".join(part for part in (message.get("content") or "", *calls) if part)

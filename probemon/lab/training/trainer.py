@@ -187,8 +187,8 @@ class _Job:
             )
         if data.n_twins:
             self.say(
-                f"{counted(data.n_twins, 'pair')} of texts differ in little but their labels: kept together, as if they"
-                " had one 'group'"
+                f"{counted(data.n_twins, 'pair')} of texts with unlike labels, otherwise much alike: kept together, as"
+                " by one 'group'"
             )
         return data
 

@@ -18,11 +18,11 @@ import torch
 from torch import Tensor
 
 from probemon.core.hierarchy import Ints, Mask
-from probemon.lab.training.crossfit import Doubles, judged_labels
+from probemon.lab.training.crossfit import Doubles
 from probemon.lab.training.dataset import ELSEWHERE, N_FOLDS, OUTSIDE, OWN, Dataset
 from probemon.lab.training.labels import Known
 from probemon.lab.training.logistic import Dense, Features, Targets, fit_logistic, logits
-from probemon.lab.training.metrics import auroc_of
+from probemon.lab.training.metrics import auroc_labelled
 from probemon.lab.training.states import States
 from probemon.lab.training.words import Vocabulary
 
@@ -91,31 +91,27 @@ def shuffled(data: Dataset, pooled: Tensor, *, seed: int) -> Doubles:
     places = np.flatnonzero(data.is_of(OWN) & (data.fold >= 0) & ~pooled[:, 0].isnan().numpy())
     features = _standardised(pooled[places], np.ones(len(places), dtype=bool))
     generator = np.random.default_rng([seed, 1])
-    labels, areas = _labels(data)[places], list[Doubles]()
+    labels, areas = data.judged[places], list[Doubles]()
     fold = data.fold[places]
     for _ in range(max(_LEAST_SHUFFLES, math.ceil(_SHUFFLES / labels.shape[1]))):
         known = _shuffled(labels, data.group[places], generator)
         scores = _out_of_fold(features, known, fold, 0.01)
         for k in range(N_FOLDS):
-            of_fold = [_area(scores[fold == k, p], known[fold == k, p]) for p in range(known.shape[1])]
+            of_fold = [auroc_labelled(scores[fold == k, p], known[fold == k, p]) for p in range(known.shape[1])]
             areas.append(np.asarray(of_fold))
     table = np.stack(areas)
     known_areas = ~np.isnan(table)
     return np.where(known_areas.any(0), np.where(known_areas, table, 0).sum(0) / known_areas.sum(0).clip(1), np.nan)
 
 
-def _labels(data: Dataset) -> Known:
-    return np.stack([judged_labels(data, p) for p in range(len(data.concepts))], axis=1)
-
-
 def _cross_fitted(features: Features, data: Dataset, places: Ints) -> Doubles:
     """Return scores out of fold, and of texts elsewhere by what learnt from all others `[n, P]`."""
-    labels, fold = _labels(data)[places], data.fold[places]
+    labels, fold = data.judged[places], data.fold[places]
     best, area = np.full(labels.shape, np.nan), np.full(labels.shape[1], -1.0)
     for penalty in _PENALTIES:
         scores = _out_of_fold(features, labels, fold, penalty)
         for p in range(labels.shape[1]):
-            found = _area(scores[:, p], np.where(fold >= 0, labels[:, p], -1))
+            found = auroc_labelled(scores[:, p], np.where(fold >= 0, labels[:, p], -1))
             if np.isnan(found) or found > area[p]:
                 best[:, p], area[p] = scores[:, p], max(area[p], np.nan_to_num(found, nan=-1.0))
     return best
@@ -137,11 +133,6 @@ def _out_of_fold(features: Features, labels: Known, fold: Ints, penalty: float) 
                 values = logits(features.rows(torch.from_numpy(judged)), w, b).double().numpy()
                 scores[judged, begin : begin + _AT_ONCE] = values
     return scores
-
-
-def _area(scores: Doubles, known: Known) -> float:
-    use = (known >= 0) & ~np.isnan(scores)
-    return auroc_of(scores[use], known[use] == 1)
 
 
 def _standardised(x: Tensor, trains: Mask) -> Dense:

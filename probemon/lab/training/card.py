@@ -57,7 +57,7 @@ def verdict(quality: Quality) -> list[str]:
 
 
 def never_fires(concept: Quality) -> bool:
-    """Whether none of its own texts is over the threshold."""
+    """Whether it found none of its own texts."""
     return bool(concept["found"]["n"]) and concept["found"]["count"] == 0 and concept["found_in_text"]["count"] == 0
 
 
@@ -269,11 +269,11 @@ def card(name: str, data: Dataset, quality: Quality, settings: TrainingSettings,
             str(one["n_positive"]),
             str(one["n_negative"]),
             _area(one),
-            _number(one["carried"]["auroc"]),
+            number(one["carried"]["auroc"]),
             _share(one["pairs_in_order"], short=True),
-            *(_number(one["baselines"][name]) for name in BASELINES),
-            _number(one["without_giveaways"]),
-            _number(one["shuffled"]),
+            *(number(one["baselines"][name]) for name in BASELINES),
+            number(one["without_giveaways"]),
+            number(one["shuffled"]),
         ]
         for id, one in concepts.items()
     ]
@@ -286,7 +286,7 @@ def card(name: str, data: Dataset, quality: Quality, settings: TrainingSettings,
             [
                 names[id],
                 str(one["tokens"]["inside"]),
-                *(_number(one["tokens"][key]) for key in ("against_rest", "against_twins")),
+                *(number(one["tokens"][key]) for key in ("against_rest", "against_twins")),
             ]
             for id, one in concepts.items()
             if one["tokens"]
@@ -325,19 +325,23 @@ def card(name: str, data: Dataset, quality: Quality, settings: TrainingSettings,
     return "\n".join(lines) + "\n"
 
 
-def _kinds(quality: Quality, names: Mapping[str, str]) -> list[str]:
+def by_kind(quality: Quality, names: Mapping[str, str]) -> tuple[list[str], list[list[str]]]:
+    """Return heads and rows of the table of alarms by kind of ordinary text, the worst kinds first."""
     concepts = dict(list(quality["concepts"].items())[:_KINDS])
-    kinds = list(next(iter(concepts.values()))["alert_of_texts"]["by_kind"])
-    if not kinds:
-        return []
-    lines = ["", "## False alarms by kind of text", ""]
-    lines.append("Texts with an alarm, of so many, by probes that saw none of the kind.")
     rows = []
-    for kind in kinds:
+    for kind in next(iter(concepts.values()))["alert_of_texts"]["by_kind"]:
         rates = [one["alert_of_texts"]["by_kind"][kind] for one in concepts.values()]
         rows.append([kind, str(rates[0]["n"]), *(str(rate["alarms"]) for rate in rates)])
     rows.sort(key=lambda row: -max(map(int, row[2:])))
-    return lines + _table(["kind", "texts", *(names[id] for id in concepts)], rows)
+    return ["kind", "texts", *(names[id] for id in concepts)], rows
+
+
+def _kinds(quality: Quality, names: Mapping[str, str]) -> list[str]:
+    heads, rows = by_kind(quality, names)
+    if not rows:
+        return []
+    about = "Texts with an alarm, of so many, by probes that saw none of the kind."
+    return ["", "## False alarms by kind of text", "", about, *_table(heads, rows)]
 
 
 def _tokens(quality: Quality, names: Mapping[str, str]) -> list[str]:
@@ -392,7 +396,7 @@ def _elsewhere(concepts: Quality, names: Mapping[str, str]) -> list[str]:
             _area(one),
             _share(one["found"], short=True),
             _share(one["near_over"], short=True),
-            *(_number(one["baselines"][name]["auroc"]) for name in BASELINES),
+            *(number(one["baselines"][name]["auroc"]) for name in BASELINES),
         ]
         for id, one in outside.items()
     ]
@@ -429,7 +433,7 @@ def _share(entry: Quality, *, short: bool = False) -> str:
     return found if short else f"{found} ({entry['low']:.0%} to {entry['high']:.0%})"
 
 
-def _number(value: float | None) -> str:
+def number(value: float | None) -> str:
     return "–" if value is None else f"{value:.3f}"
 
 

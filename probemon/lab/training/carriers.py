@@ -16,7 +16,7 @@ import numpy as np
 from probemon.core.hierarchy import Ints
 from probemon.lab.training.examples import Example, Span
 
-SHORT = 1_200  # characters; longer texts have context of their own
+SHORT = 1_200  # characters; longer texts bring context already
 MOST = 4_000  # texts
 _FROM, _TO = 150, 400  # characters of a carrier
 _BETWEEN = "\n\n"

@@ -1,8 +1,8 @@
 """Scores texts by probes that did not see them, and chooses how to read by these scores.
 
     found = search(states, data, sites, say=...)
-    found.variant_of          # of each concept: its site, scale and width
-    found.table               # what was tried
+    found.variant(p)          # of a concept: its site, scale and width
+    found.tried               # what was tried
 
 A variant is simpler if its layer is earlier, its scale "std" rather than "white", its width that of a stretch (16
 tokens) rather than that of a text (64). One for all concepts is chosen: the simplest within one standard error of the
@@ -21,8 +21,7 @@ import torch
 from torch import Tensor
 
 from probemon.lab.training.dataset import CARRIED, N_FOLDS, ORDINARY, OWN, Dataset
-from probemon.lab.training.labels import Known
-from probemon.lab.training.metrics import auroc_of
+from probemon.lab.training.metrics import auroc_between
 from probemon.lab.training.recipe import SCALES, Scale, Shares, fit
 from probemon.lab.training.states import States
 from probemon.lab.training.windows import WindowRows
@@ -69,8 +68,7 @@ class Tried:
     @property
     def error(self) -> float:
         """Standard error over folds."""
-        folds = np.nanmean(self.merit, axis=1) if (~np.isnan(self.merit)).any() else np.zeros(1)
-        return float(folds.std(ddof=1) / np.sqrt(len(folds))) if len(folds) > 1 else 0.0
+        return _mean_and_error(self.merit)[1]
 
 
 @dataclass(frozen=True)
@@ -79,7 +77,6 @@ class Found:
 
     tried: Sequence[Tried]
     of: Sequence[int]
-    n_rows: int
 
     def variant(self, p: int) -> Variant:
         return self.tried[self.of[p]].variant
@@ -117,14 +114,20 @@ def search(
     if not data.is_tree:
         for p in range(len(of)):
             of[p] = _own_choice(tried, best, p)
-    n_rows = len(next(iter(rows.values())).x)
-    return Found(tried, of, n_rows)
+    return Found(tried, of)
 
 
-def cross_fitted(rows: WindowRows, data: Dataset, variant: Variant, folds: Sequence[int] = range(N_FOLDS)) -> Probes:
-    """Return the probes of each fold; of fold -1 those that saw everything."""
+def cross_fitted(
+    rows: WindowRows,
+    data: Dataset,
+    variant: Variant,
+    folds: Sequence[int] = range(N_FOLDS),
+    concepts: Sequence[int] | None = None,
+) -> Probes:
+    """Return the probes of each fold, of these concepts or of all; of fold -1 those that saw everything."""
     scale = Scale.of(rows, data, variant.scale)
-    return Probes(*fit(rows, scale, Shares.of(rows, data), data, range(len(data.concepts)), folds))
+    concepts = range(len(data.concepts)) if concepts is None else concepts
+    return Probes(*fit(rows, scale, Shares.of(rows, data), data, concepts, folds))
 
 
 def token_logits(
@@ -189,7 +192,7 @@ def merits(data: Dataset, scores: Doubles) -> Doubles:
     ordinary = data.is_of(ORDINARY)
     origins = [data.is_of(OWN), data.is_of(CARRIED)]
     for p in range(len(data.concepts)):
-        own = judged_labels(data, p)
+        own = data.judged[:, p]
         plain = scores[ordinary & (own == 0), p]
         plain = plain[~np.isnan(plain)]
         limit = np.quantile(plain, 1 - _RATE, method="higher") if len(plain) else None
@@ -203,25 +206,12 @@ def merits(data: Dataset, scores: Doubles) -> Doubles:
                     against = s[own[use] == 0]
                     against = against if len(against) else plain
                     if len(against):
-                        values.append(_area(s[positive], against))
+                        values.append(auroc_between(s[positive], against))
                     if limit is not None:
                         values.append(float((s[positive] > limit).mean()))
             if values:
                 table[k, p] = np.mean(values)
     return table
-
-
-def judged_labels(data: Dataset, p: int) -> Known:
-    """Return the labels of texts that a concept is judged by `[N]`: of a child only texts that may have its parent."""
-    labels = data.text_known[:, p].copy()
-    if data.parents[p]:
-        none = (data.text_known[:, list(data.parents[p])] == 0).all(axis=1)
-        labels[none] = -1
-    return labels
-
-
-def _area(present: np.ndarray, absent: np.ndarray) -> float:
-    return auroc_of(np.r_[present, absent], np.r_[np.ones(len(present), bool), np.zeros(len(absent), bool)])
 
 
 def simplest(tried: Sequence[Tried]) -> int:

@@ -44,7 +44,7 @@ class Dataset:
     - `kind [N]`: of an ordinary text, in `kinds`; else -1
     - `group`, `fold` `[N]`; `generated [N]`
     - `document [S]`, `positions`: text and tokens of a part; `known [S, P]`: its labels
-    - `twins`: of how many pairs across labels `group` was found, not given
+    - `n_twins`: pairs across labels that were put into one group
     """
 
     concepts: tuple[Concept, ...]
@@ -81,10 +81,18 @@ class Dataset:
     @cached_property
     def learnt(self) -> Known:
         """Labels that a concept learns from `[S, P]`: `known`, without parts that have none of its parents."""
-        labels = self.known.copy()
+        return self._inside(self.known)
+
+    @cached_property
+    def judged(self) -> Known:
+        """Labels that a concept is judged by `[N, P]`: `text_known`, restricted like `learnt`."""
+        return self._inside(self.text_known)
+
+    def _inside(self, known: Known) -> Known:
+        labels = known.copy()
         for p, above in enumerate(self.parents):
             if above:
-                labels[(self.known[:, list(above)] == 0).all(axis=1), p] = -1
+                labels[(known[:, list(above)] == 0).all(axis=1), p] = -1
         return labels
 
     @cached_property
@@ -107,6 +115,21 @@ class Dataset:
         for document, positions in zip(self.document.tolist(), self.positions, strict=True):
             by_text[document].append(positions)
         return [np.sort(np.concatenate([np.zeros(0, dtype=np.int64), *parts])) for parts in by_text]
+
+    @cached_property
+    def _parts_by_place(self) -> tuple[int, Ints, Ints]:
+        """Tokens of the longest text, places of all labelled tokens in order, and their parts."""
+        width = max((len(tokens) for tokens in self.tokens), default=0) + 1
+        places = np.concatenate([i * width + own for i, own in zip(self.document, self.positions, strict=True)])
+        parts = np.repeat(np.arange(len(self.positions)), [len(own) for own in self.positions])
+        order = np.argsort(places)
+        return width, places[order], parts[order]
+
+    def part_of(self, document: Ints, position: Ints) -> Ints:
+        """Return the part of each of these labelled tokens."""
+        width, places, parts = self._parts_by_place
+        found: Ints = parts[np.searchsorted(places, document * width + position)]
+        return found
 
     def text_of(self, document: int) -> str:
         """Return what counts of a text."""

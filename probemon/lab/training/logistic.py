@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Protocol
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -98,20 +97,16 @@ class Sparse:
 
 @dataclass(frozen=True)
 class Targets:
-    """`part [N]` of each row, and labels of parts `known [S, P]` int8: 1, 0, -1 for unknown.
-
-    `weight [S]`: of each part, shared by its rows.
-    """
+    """`part [N]` of each row, and labels of parts `known [S, P]` int8: 1, 0, -1 for unknown."""
 
     part: Tensor
     known: Tensor
-    weight: Tensor | None = None
 
     @cached_property
     def weights(self) -> tuple[Tensor, Tensor]:
         """Weights of a row by part `[S, P]`, of positives and negatives, each summing to one half; 0 with one side."""
         n_rows = torch.bincount(self.part, minlength=len(self.known)).double()
-        size = torch.where(n_rows > 0, 1.0, 0.0) if self.weight is None else self.weight.double() * (n_rows > 0)
+        size = torch.where(n_rows > 0, 1.0, 0.0)
         sides = []
         for side in (1, 0):
             side_weights = (self.known == side) * size[:, None]
@@ -287,11 +282,3 @@ def _direction(
 def logits(features: Features, w: Tensor, b: Tensor) -> Tensor:
     """Return `[N, P]`."""
     return features.times(0, features.shape[0], w) + b
-
-
-def row_weights(targets: Targets, concept: int) -> np.ndarray:
-    """Return each row's weight `[N]` in a concept's loss."""
-    present, absent = targets.weights
-    known = targets.known[:, concept]
-    by_part = torch.where(known == 1, present[:, concept], torch.where(known == 0, absent[:, concept], 0.0))
-    return by_part[targets.part].numpy()

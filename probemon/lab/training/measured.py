@@ -24,12 +24,11 @@ from probemon.lab.training.crossfit import (
     Found,
     TokenLogits,
     cross_fitted,
-    judged_labels,
     token_logits,
 )
 from probemon.lab.training.dataset import CARRIED, ELSEWHERE, NEVER, ORDINARY, OUTSIDE, OWN, TEMPLATE, Dataset
 from probemon.lab.training.evaluation import difference, judge, share
-from probemon.lab.training.metrics import auroc_of
+from probemon.lab.training.metrics import auroc_between, auroc_labelled
 from probemon.lab.training.rates import Rate, at_rate
 from probemon.lab.training.running_scores import by_path, highest_running
 from probemon.lab.training.settings import TrainingSettings
@@ -66,28 +65,38 @@ class Scored:
         return highest_running(aggregator, torch.from_numpy(self.scores), torch.from_numpy(self.document), n_texts)
 
 
-def final_probes(states: States, data: Dataset, found: Found) -> tuple[Final, Sequence[tuple[float, float]]]:
-    """Fit on everything, and scale logits so that 0.5 is even odds: of texts with and without, out of fold, weighing
-    the same (Platt 1999).
+def fitted(states: States, data: Dataset, found: Found) -> tuple[Final, Scored]:
+    """Fit on everything; score all tokens of texts in folds by probes that did not see them.
 
-    Returns the probes, and (slope, shift) of each concept, which the cross-fitted logits need, too.
+    Both on logits that are scaled so that 0.5 is even odds: of texts with and without, out of fold, weighing the same
+    (Platt 1999).
     """
     n_concepts = len(data.concepts)
-    slopes: list[tuple[float, float]] = [(1.0, 0.0)] * n_concepts
     w, b, mean = list[Any]([None] * n_concepts), torch.zeros(n_concepts), list[Any]([None] * n_concepts)
+    logits: TokenLogits | None = None
+    z: np.ndarray | None = None
     for i in sorted(set(found.of)):
         variant, concepts = found.tried[i].variant, [p for p in range(n_concepts) if found.of[p] == i]
         logits = token_logits(states, data, variant, found.tried[i].probes, concepts)
+        z = np.empty((len(logits.z), n_concepts), dtype=np.float32) if z is None else z
         highest = logits.highest(variant.width, len(data.texts))
         rows = WindowRows.of(states, data, variant.site, variant.width)
-        everything = cross_fitted(rows, data, variant, folds=(NEVER,))
+        everything = cross_fitted(rows, data, variant, (NEVER,), concepts)
         for column, p in enumerate(concepts):
-            labels = judged_labels(data, p)
-            slopes[p] = platt(highest[:, column], labels)
-            slope, shift = slopes[p]
-            w[p], b[p] = slope * everything.w[0, p], slope * everything.b[0, p] + shift
+            slope, shift = platt(highest[:, column], data.judged[:, p])
+            w[p], b[p] = slope * everything.w[0, column], slope * everything.b[0, column] + shift
             mean[p] = rows.x.mean(0)
-    return Final(torch.stack(w), b, torch.stack(mean), [found.variant(p).site for p in range(n_concepts)]), slopes
+            z[:, p] = slope * logits.z[:, column] + shift
+    assert logits is not None and z is not None
+    final = Final(torch.stack(w), b, torch.stack(mean), [found.variant(p).site for p in range(n_concepts)])
+    return final, Scored(logits.document, logits.position, _scores(torch.from_numpy(z), data))
+
+
+def _scores(z: Tensor, data: Dataset) -> Floats:
+    """Return the scores of logits `[R, P]`, by the pack's rule."""
+    scores: Floats = torch.sigmoid(z).numpy()
+    by_path(scores, data.parents)
+    return scores
 
 
 def platt(values: Doubles, known: np.ndarray) -> tuple[float, float]:
@@ -118,22 +127,6 @@ def platt(values: Doubles, known: np.ndarray) -> tuple[float, float]:
     return float(theta[0] / spread), float(theta[1] - theta[0] * middle / spread)
 
 
-def out_of_fold(states: States, data: Dataset, found: Found, slopes: Sequence[tuple[float, float]]) -> Scored:
-    """Score all tokens of texts in folds, by probes that did not see them."""
-    logits: TokenLogits | None = None
-    z: np.ndarray | None = None
-    for i in sorted(set(found.of)):
-        concepts = [p for p in range(len(data.concepts)) if found.of[p] == i]
-        logits = token_logits(states, data, found.tried[i].variant, found.tried[i].probes, concepts)
-        z = np.empty((len(logits.z), len(data.concepts)), dtype=np.float32) if z is None else z
-        for column, p in enumerate(concepts):
-            z[:, p] = slopes[p][0] * logits.z[:, column] + slopes[p][1]
-    assert logits is not None and z is not None
-    scores = torch.sigmoid(torch.from_numpy(z)).numpy()
-    by_path(scores, data.parents)
-    return Scored(logits.document, logits.position, scores)
-
-
 def by_final(states: States, data: Dataset, final: Final, use: Mask) -> Scored | None:
     """Score all tokens of texts `use [N]` by the final probes."""
     documents, positions, z = list[Ints](), list[Ints](), list[Tensor]()
@@ -149,9 +142,7 @@ def by_final(states: States, data: Dataset, final: Final, use: Mask) -> Scored |
         if not values:
             return None
         documents, positions, z = own_documents, own_positions, [*z, torch.cat(values)]
-    scores = torch.sigmoid(torch.stack(z).sum(0)).numpy()
-    by_path(scores, data.parents)
-    return Scored(np.concatenate(documents), np.concatenate(positions), scores)
+    return Scored(np.concatenate(documents), np.concatenate(positions), _scores(torch.stack(z).sum(0), data))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -187,13 +178,12 @@ class TrainingMeasurement:
         states: States,
         found: Found,
         final: Final,
-        slopes: Sequence[tuple[float, float]],
+        scored: Scored,
         settings: TrainingSettings,
         embeddings: Tensor,
     ) -> TrainingMeasurement:
         """Score, calibrate and compare."""
         n_texts, n_concepts = len(data.texts), len(data.concepts)
-        scored = out_of_fold(states, data, found, slopes)
         elsewhere = by_final(states, data, final, data.fold == OUTSIDE)
         own_watch = settings.aggregator
         watched = {str(aggregator): aggregator for aggregator in (*WATCHED, *([own_watch] if own_watch else []))}
@@ -341,7 +331,7 @@ class TrainingMeasurement:
     def _of_concept(self, p: int) -> dict[str, Any]:
         data, variant, scores = self.data, self.found.variant(p), self.score(p)
         threshold = np.float32(self.text_rate(p).threshold)
-        known = judged_labels(data, p)
+        known = data.judged[:, p]
         own = data.is_of(OWN) & (data.fold >= 0)
         labels = np.where(own, known, -1)
         beside = not (labels == 0).any()
@@ -363,9 +353,9 @@ class TrainingMeasurement:
             "found_in_text": self._share_over(scores, threshold, data.is_of(CARRIED) & (known == 1)),
             "carried": judge(scores, np.where(data.is_of(CARRIED), known, -1), data.group).as_dict(),
             "pairs_in_order": self._in_order(scores, labels),
-            "baselines": {name: number(self._area(self.baselines[name][:, p], labels)) for name in BASELINES},
+            "baselines": {name: number(auroc_labelled(self.baselines[name][:, p], labels)) for name in BASELINES},
             "shuffled": number(float(self.shuffled[p])),
-            "without_giveaways": None if self.masked is None else number(self._area(self.masked[:, p], labels)),
+            "without_giveaways": None if self.masked is None else number(auroc_labelled(self.masked[:, p], labels)),
             "giveaways": list(self.giveaways[p]),
             "tokens": self._of_tokens(p),
             "n_generated": int((data.generated & (data.text_known[:, p] == 1)).sum()),
@@ -396,10 +386,6 @@ class TrainingMeasurement:
             }
         return entry
 
-    def _area(self, scores: Doubles, labels: np.ndarray) -> float:
-        use = (labels >= 0) & ~np.isnan(scores)
-        return auroc_of(scores[use], labels[use] == 1)
-
     def _share_over(self, scores: Doubles, threshold: np.floating[Any], use: Mask) -> dict[str, Any]:
         use = use & ~np.isnan(scores)
         return share(scores[use] > threshold, self.data.group[use])
@@ -418,8 +404,8 @@ class TrainingMeasurement:
         """For a concept with spans: AUROC of tokens in its spans against others of the texts, and those of twins."""
         if not self.data.has_spans[p]:
             return None
-        known = self._known_of_rows(p)
         scores, document = self.scored.scores[:, p], self.scored.document
+        known = self.data.known[self.data.part_of(document, self.scored.position), p]
         own = self.data.is_of(OWN)[document]
         has = np.isin(document, np.unique(document[own & (known == 1)]))
         groups = np.unique(self.data.group[document[own & (known == 1)]])
@@ -427,18 +413,9 @@ class TrainingMeasurement:
         inside, beside = own & (known == 1), own & has & (known == 0)
 
         def area(others: Mask) -> float | None:
-            return number(_auroc(scores[inside], scores[others]))
+            return number(auroc_between(scores[inside], scores[others]))
 
         return {"inside": int(inside.sum()), "against_rest": area(beside), "against_twins": area(twin)}
-
-    def _known_of_rows(self, p: int) -> np.ndarray:
-        """Return the label of each scored token `[R]`."""
-        data = self.data
-        width = max(map(len, data.tokens)) + 1
-        known = np.full(len(data.texts) * width, -1, dtype=np.int8)
-        for document, positions, labels in zip(data.document, data.positions, data.known, strict=True):
-            known[document * width + positions] = labels[p]
-        return known[self.scored.document * width + self.scored.position]
 
     def _tokens_over(self, p: int, texts: Mask) -> dict[str, Any]:
         """Share of texts with a token over the alert threshold."""
@@ -446,10 +423,6 @@ class TrainingMeasurement:
         over[self.scored.document[self.scored.scores[:, p] > np.float32(self.of_tokens[p].threshold)]] = True
         use = texts & self.states.kept
         return share(over[use], self.data.group[use])
-
-
-def _auroc(present: np.ndarray, absent: np.ndarray) -> float:
-    return auroc_of(np.r_[present, absent], np.r_[np.ones(len(present), bool), np.zeros(len(absent), bool)])
 
 
 def _values(rates: Sequence[Rate]) -> Floats:

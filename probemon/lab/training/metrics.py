@@ -32,6 +32,17 @@ def auroc_of(scores: np.ndarray, positive: np.ndarray) -> float:
     return (rank_sum - n_positive * (n_positive + 1) / 2) / (n_positive * n_negative)
 
 
+def auroc_between(present: np.ndarray, absent: np.ndarray) -> float:
+    """AUROC of scores with a concept against scores without it."""
+    return auroc_of(np.r_[present, absent], np.r_[np.ones(len(present), bool), np.zeros(len(absent), bool)])
+
+
+def auroc_labelled(scores: np.ndarray, labels: np.ndarray) -> float:
+    """AUROC of scores [N], labels 1, 0 or -1; NaN scores and unknown labels are left out."""
+    use = (labels >= 0) & ~np.isnan(scores)
+    return auroc_of(scores[use], labels[use] == 1)
+
+
 def thresholds_at(scores: torch.Tensor, negative: torch.Tensor, rate: float) -> torch.Tensor:
     """Lowest observed score [P] fp32 that at most a share `rate` of the negatives exceeds strictly."""
     thresholds = torch.full((scores.shape[1],), float("nan"))

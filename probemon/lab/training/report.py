@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 
 from probemon.lab.training.baselines import BASELINES
-from probemon.lab.training.card import needs, reads, verdict, warnings, works
-from probemon.lab.training.crossfit import judged_labels
+from probemon.lab.training.card import by_kind, needs, number, reads, verdict, warnings, works
 from probemon.lab.training.dataset import ORDINARY, OWN, Dataset
 from probemon.lab.training.measured import TrainingMeasurement
 from probemon.util.harmless_text import clip
@@ -17,7 +16,6 @@ from probemon.util.templates import macros
 
 _CONCEPTS, _MISTAKES, _STRONGEST, _TOKENS = 24, 4, 20, 120
 _AROUND = 90  # characters on each side of a token
-_KINDS = 12
 
 
 def report_html(name: str, data: Dataset, found: TrainingMeasurement, quality: Mapping[str, Any]) -> str:
@@ -30,7 +28,7 @@ def report_html(name: str, data: Dataset, found: TrainingMeasurement, quality: M
         [warning.replace("`", "") for warning in warnings(quality)],
         works(quality),
         [[part, f"{n['texts']:,}", f"{n['tokens']:,}"] for part, n in quality["examples"].items()],
-        _by_kind(quality),
+        by_kind(quality, {id: clip(id, 40) for id in ids}),
         _monitors(data, quality),
         [
             (
@@ -47,15 +45,6 @@ def report_html(name: str, data: Dataset, found: TrainingMeasurement, quality: M
     )
 
 
-def _by_kind(quality: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
-    concepts = dict(list(quality["concepts"].items())[:_KINDS])
-    rows = []
-    for kind in next(iter(concepts.values()))["alert_of_texts"]["by_kind"]:
-        rates = [one["alert_of_texts"]["by_kind"][kind] for one in concepts.values()]
-        rows.append([kind, str(rates[0]["n"]), *(str(rate["alarms"]) for rate in rates)])
-    return ["kind", "texts", *(clip(id, 40) for id in concepts)], rows
-
-
 def _monitors(data: Dataset, quality: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
     names = {concept.id: concept.name for concept in data.concepts}
     rows = []
@@ -67,15 +56,11 @@ def _monitors(data: Dataset, quality: Mapping[str, Any]) -> tuple[list[str], lis
             one["without_giveaways"],
             one["shuffled"],
         ]
-        numbers = [_number(cell) for cell in cells]
+        numbers = [number(cell) for cell in cells]
         rows.append(
             [clip(names[id], 60), numbers[0], interval, *numbers[1:], f"{one['n_positive']} + {one['n_negative']}"]
         )
     return ["concept", "AUROC", "95 %", *BASELINES, "masked", "shuffled", "texts"], rows
-
-
-def _number(value: float | None) -> str:
-    return "–" if value is None else f"{value:.3f}"
 
 
 def _tried(quality: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
@@ -92,7 +77,7 @@ def _tried(quality: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
 
 
 def _labels(data: Dataset, p: int) -> np.ndarray:
-    return np.where(data.is_of(OWN) & (data.fold >= 0), judged_labels(data, p), -1)
+    return np.where(data.is_of(OWN) & (data.fold >= 0), data.judged[:, p], -1)
 
 
 def _roc(data: Dataset, found: TrainingMeasurement, p: int) -> tuple[str, str, int]:

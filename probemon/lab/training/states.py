@@ -47,7 +47,6 @@ class States:
     stores: Sequence[tuple[StateStore, Ints]]  # with the text of each of the store's texts
     kept: np.ndarray
     dtype: torch.dtype
-    n_rows: int
 
     def blocks(self, site: str, documents: np.ndarray, *, raw: bool = False) -> Iterator[Block]:
         """Yield the rows of texts `documents [N]` bool that are kept, prepared as probes read them, or `raw`.
@@ -128,7 +127,7 @@ def read_states(
         with held(where) if where != folder else nullcontext():
             told = partial(_told, say, name)
             stores.append((collect_states(plan, where, progress=ran, say=told), places))
-    return States(stores, kept, dtype, n_rows)
+    return States(stores, kept, dtype)
 
 
 def _told(say: Callable[[str], None], name: str, line: str) -> None:

@@ -23,15 +23,15 @@ from probemon.core.score_rules import INDEPENDENT, PATH
 from probemon.errors import ConfigError, TrainingError
 from probemon.host.identity import manifest_host
 from probemon.host.loading import load_model
-from probemon.host.model import find_layers, hidden_size, unwrap
+from probemon.host.model import find_layers, unwrap
 from probemon.lab.corpora.windows import Reading
 from probemon.lab.training.card import card
 from probemon.lab.training.crossfit import search
-from probemon.lab.training.dataset import N_FOLDS, OUTSIDE, OWN, Dataset
+from probemon.lab.training.dataset import OUTSIDE, OWN, Dataset
 from probemon.lab.training.example_files import Source
 from probemon.lab.training.examples import Examples, read_examples
 from probemon.lab.training.generated import with_generated
-from probemon.lab.training.measured import TrainingMeasurement, final_probes
+from probemon.lab.training.measured import TrainingMeasurement, fitted
 from probemon.lab.training.ordinary import ordinary
 from probemon.lab.training.report import report_html
 from probemon.lab.training.settings import TrainingSettings
@@ -212,11 +212,11 @@ class _Job:
             say=self.say,
             progress=self.progress,
         )
-        self.check_room(data, states)
+        self._check_room(data, states)
         found = search(states, data, self.sites, method=self.settings.method, say=self.say)
-        final, slopes = final_probes(states, data, found)
+        final, scored = fitted(states, data, found)
         embeddings = self.host.get_input_embeddings().weight.detach()
-        measurement = TrainingMeasurement.of(data, states, found, final, slopes, self.settings, embeddings)
+        measurement = TrainingMeasurement.of(data, states, found, final, scored, self.settings, embeddings)
         quality = measurement.quality()
         page = report_html(name, data, measurement, quality)
         text = card(name, data, quality, self.settings, model_id)
@@ -261,11 +261,11 @@ class _Job:
             write_text_atomically(Path(report), page)
         return Trained(pack, quality, page)
 
-    def check_room(self, data: Dataset, states: States) -> None:
+    def _check_room(self, data: Dataset, states: States) -> None:
         """Raise `TrainingError` if the budget left a concept with too few texts."""
         for p, concept in enumerate(data.concepts):
-            there = states.kept & data.is_of(OWN) & (data.text_known[:, p] == 1) & (data.fold >= 0)
-            if len(np.unique(data.fold[there])) < N_FOLDS:
+            given = data.is_of(OWN) & (data.text_known[:, p] == 1) & (data.fold >= 0)
+            if len(np.unique(data.fold[given & states.kept])) < len(np.unique(data.fold[given])):
                 most = sum(map(len, data.wanted)) * self.reader.row_bytes
                 raise TrainingError(
                     f"too few texts of {concept.id!r} fit in the budget of {self.settings.budget} bytes: {most} are"
@@ -273,7 +273,7 @@ class _Job:
                 )
 
     def _familiar(self, data: Dataset, states: States, site: str) -> Familiar | None:
-        width = hidden_size(self.host)
+        width = self.reader.kinds_of[site].width
         own = (data.fold >= 0) & states.kept
         learnt = self._some(states, site, own & (data.fold != 0))
         held_out = self._some(states, site, own & (data.fold == 0))
@@ -287,9 +287,8 @@ class _Job:
             np.bincount(store.document, minlength=len(places)) @ use[places] for store, places in states.stores
         )
         every = max(1, int(lengths) // _N_FAMILIAR)
-        return torch.cat(
-            [torch.zeros(0, hidden_size(self.host)), *(block.x[::every] for block in states.blocks(site, use))]
-        )
+        nothing = torch.zeros(0, self.reader.kinds_of[site].width)
+        return torch.cat([nothing, *(block.x[::every] for block in states.blocks(site, use))])
 
     def _golden(self, data: Dataset, states: States, site: str) -> torch.Tensor:
         """Return the last states of a few own texts `[G, D]`, not prepared."""

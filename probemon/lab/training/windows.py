@@ -15,7 +15,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from probemon.core.hierarchy import Ints
 from probemon.lab.training.dataset import ORDINARY, OUTSIDE, TEMPLATE, Dataset
 from probemon.lab.training.states import States
 
@@ -33,12 +32,11 @@ class WindowRows:
     @classmethod
     def of(cls, states: States, data: Dataset, site: str, width: int) -> WindowRows:
         """Return the rows of all parts that may train; windows overlap by half."""
-        part_at = _part_at(data)
         trains = (data.fold != OUTSIDE) & states.kept
         ordinary = data.is_of(ORDINARY, TEMPLATE)
         x, parts, is_window = [], list[np.ndarray](), list[np.ndarray]()
         for block in states.blocks(site, trains):
-            part = part_at(block.document, block.position)
+            part = data.part_of(block.document, block.position)
             order = np.argsort(part, kind="stable")
             total = torch.cat(
                 [torch.zeros(1, block.x.shape[1], dtype=torch.float64), block.x[order].double().cumsum(0)]
@@ -70,20 +68,3 @@ def starts(size: int, width: int, stride: int) -> list[int]:
         return [0]
     begins = list(range(0, size - width + 1, stride))
     return begins if begins[-1] == size - width else [*begins, size - width]
-
-
-class _part_at:
-    """Finds the part of labelled tokens."""
-
-    def __init__(self, data: Dataset) -> None:
-        self._width = max((len(tokens) for tokens in data.tokens), default=0) + 1
-        places = np.concatenate(
-            [document * self._width + own for document, own in zip(data.document, data.positions, strict=True)]
-        )
-        parts = np.repeat(np.arange(len(data.positions)), [len(own) for own in data.positions])
-        order = np.argsort(places)
-        self._places, self._parts = places[order], parts[order]
-
-    def __call__(self, document: Ints, position: Ints) -> Ints:
-        found: Ints = self._parts[np.searchsorted(self._places, document * self._width + position)]
-        return found

@@ -6,7 +6,7 @@ import torch
 from sklearn.feature_extraction.text import TfidfVectorizer
 from sklearn.linear_model import LogisticRegression
 
-from probemon.lab.training.logistic import Dense, RowTargets, Sparse, Targets, fit_logistic, row_weights
+from probemon.lab.training.logistic import Dense, RowTargets, Sparse, Targets, fit_logistic
 from probemon.lab.training.words import Vocabulary, places_of
 
 
@@ -21,6 +21,14 @@ def problem():
     known = (centre @ torch.randn(24, 3, generator=g) > 0.3).to(torch.int8)
     known[torch.rand(200, 3, generator=g) < 0.2] = -1
     return x, Targets(part, known)
+
+
+def row_weights(targets, p):
+    """Each row's weight `[N]` in a concept's loss."""
+    present, absent = targets.weights
+    known = targets.known[:, p]
+    by_part = torch.where(known == 1, present[:, p], torch.where(known == 0, absent[:, p], 0.0))
+    return by_part[targets.part].numpy()
 
 
 def sklearn_weights(x, targets, p, l2):

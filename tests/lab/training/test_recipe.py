@@ -7,7 +7,7 @@ from sklearn.linear_model import LogisticRegression
 
 from probemon.core.aggregate import RollingLogit, over
 from probemon.lab.training.crossfit import Variant, cross_fitted, highest_mean
-from probemon.lab.training.dataset import CARRIED, ELSEWHERE, NEVER, ORDINARY, OUTSIDE, OWN, Dataset
+from probemon.lab.training.dataset import ELSEWHERE, NEVER, ORDINARY, OUTSIDE, OWN, Dataset
 from probemon.lab.training.examples import Concept
 from probemon.lab.training.recipe import Scale, Shares, fit
 from probemon.lab.training.states import Block
@@ -154,7 +154,6 @@ def test_texts_elsewhere_never_train():
     data.fold[outside] = OUTSIDE
     rows = WindowRows.of(states, data, "resid_post.0", WIDTH)
     assert not np.isin(data.document[rows.part.numpy()], np.flatnonzero(outside)).any()
-    assert CARRIED not in data.origin
 
 
 @pytest.mark.parametrize("length", [3, 7, 8, 20, 50])

@@ -37,7 +37,7 @@ from probemon.lab.training import carriers, ordinary, train
 from probemon.lab.training.calibration import precision_thresholds
 from probemon.lab.training.card import verdict, warnings
 from probemon.lab.training.dataset import OUTSIDE, OWN, Dataset
-from probemon.lab.training.examples import read_examples
+from probemon.lab.training.examples import Example, read_examples
 from probemon.lab.training.measured import TrainingMeasurement
 from probemon.lab.training.metrics import auroc_of
 from probemon.lab.training.state_store import TextReader
@@ -680,3 +680,18 @@ def test_too_few_examples_and_invalid_settings_are_refused(model, tmp_path):
     with pytest.raises(ConfigError, match="tokenizer is missing"):
         train(model, rows(), tmp_path / "x")
     assert not (tmp_path / "x").exists()
+
+
+def test_four_own_texts_train_beside_generated_ones_whatever_folds_they_are_in(model, tmp_path):
+    """Four groups are in four of the five folds: no fold is short because of the budget."""
+    rng = random.Random(5)
+    own = [{"text": text(rng, "z"), "labels": ["zed"]} for _ in range(4)]
+    own += [{"text": text(rng), "not": ["zed"]} for _ in range(20)]
+    written = [Example(f"written {i}", text(rng, "z"), labels={"zed": True}, generated=True) for i in range(8)]
+    examples = read_examples(own).extended(written)
+    found = train(
+        model, examples, tmp_path / "p", tokenizer=make_tokenizer(), ordinary=0, states=tmp_path / "s", layers=(0, 1)
+    )
+    concept = found.quality["concepts"]["zed"]
+    assert concept["n_positive"] == 4 and concept["n_generated"] == 8
+    assert all(np.isfinite([row["merit"], row["standard_error"]]).all() for row in found.quality["tried"])

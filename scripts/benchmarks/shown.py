@@ -25,8 +25,6 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import torch  # noqa: E402
 
 from probemon.core.familiarity import Familiar  # noqa: E402
-from probemon.lab.training.metrics import exact_cascade, path_scores  # noqa: E402
-from probemon.lab.training.path_loss import Weights, logits_of  # noqa: E402
 from probemon.packs.pack import ProbePack  # noqa: E402
 from probemon.util.files import write_text_atomically  # noqa: E402
 from provenance import about  # noqa: E402
@@ -35,6 +33,8 @@ from wordnet_pack.concepts import Concept, ancestors, parents_of  # noqa: E402
 from wordnet_pack.dataset import Dataset, Source, prepare, rmsnorm  # noqa: E402
 from wordnet_pack.evaluate import CHUNK, concepts_of, running_scores, seen_of  # noqa: E402
 from wordnet_pack.passages import ANSWERS, DOMAINS  # noqa: E402
+from wordnet_pack.path_loss import Weights, logits_of  # noqa: E402
+from wordnet_pack.path_scores import exact_cascade, path_scores  # noqa: E402
 from wordnet_pack.running import labels_by_distance  # noqa: E402
 from wordnet_pack.shown import STRENGTHS, Seen, rate, share_right, strengths  # noqa: E402
 

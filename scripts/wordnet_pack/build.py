@@ -15,9 +15,6 @@ from typing import Any
 import torch
 
 from probemon.core.familiarity import Familiar
-from probemon.lab.training.metrics import auroc, path_scores, thresholds_at
-from probemon.lab.training.path_loss import HIDDEN, LINEAR, Recipe, Weights, fit, initial, logits_of
-from probemon.lab.training.standard import Standard, as_fp32, fold
 from probemon.util.cache_folders import cache_dir
 from probemon.util.files import write_text_atomically
 
@@ -27,6 +24,8 @@ from .concepts import Choice, Concept, Use, choose, label, parents_of, without, 
 from .dataset import EPS, Dataset, rmsnorm
 from .evaluate import MIN_POSITIVES, measure, quantile, ranked
 from .mentions import LABELLED, split_of
+from .path_loss import HIDDEN, LINEAR, Recipe, Weights, fit, initial, logits_of
+from .path_scores import Standard, as_fp32, auroc, fold, path_scores, thresholds_at
 from .running import Running, labels_by_distance
 
 POOR, WEAK = 0.88, 0.90  # validation AUROC under which a concept is dropped, or flagged

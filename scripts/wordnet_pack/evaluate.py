@@ -14,13 +14,14 @@ from typing import Any
 
 import torch
 
-from probemon.lab.training.metrics import auroc, auroc_of, exact_cascade, path_scores
-from probemon.lab.training.path_loss import Weights, logits_of
+from probemon.lab.training.metrics import auroc_of
 
 from .concepts import Concept, label, parents_of
 from .dataset import Dataset, rmsnorm
 from .mentions import LABELLED
 from .passages import ANSWERS
+from .path_loss import Weights, logits_of
+from .path_scores import auroc, exact_cascade, path_scores
 from .running import labels_by_distance
 from .shown import Seen, strengths
 

@@ -14,10 +14,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from probemon.lab.training.metrics import auroc, exact_cascade, expand_above, path_scores, thresholds_at
-from probemon.lab.training.path_loss import Recipe, fit, forward, initial, logits_of, losses, starting_biases
-from probemon.lab.training.path_loss import ancestors_of as ancestor_matrix
-from probemon.lab.training.standard import Standard, fold
 from probemon.packs.pack import ProbePack
 from real_text import Text
 from wordnet_pack import build as building
@@ -42,6 +38,9 @@ from wordnet_pack.dataset import Dataset, Source, rmsnorm
 from wordnet_pack.evaluate import differences, measure, sibling_auroc
 from wordnet_pack.mentions import Limits, Point, collect, sense_mass, spans_of, split_of
 from wordnet_pack.passages import LONGEST, SHORTEST, Domain, Passage, _of_domain, parts_of
+from wordnet_pack.path_loss import Recipe, fit, forward, initial, logits_of, losses, starting_biases
+from wordnet_pack.path_loss import ancestors_of as ancestor_matrix
+from wordnet_pack.path_scores import Standard, auroc, exact_cascade, expand_above, fold, path_scores, thresholds_at
 from wordnet_pack.running import Running, Word, labels_by_distance
 from wordnet_pack.shown import Seen, strengths
 from wordnet_pack.states import extract, read_tokens

@@ -207,9 +207,9 @@ def run(folder: Path, name: str, data: Path, *options: str) -> dict[str, Any]:
 
 
 KEPT = (
-    "site", "scale", "width", "reads", "n_positive", "n_negative", "auroc", "low", "high", "found", "near_over",
-    "found_in_text", "carried", "pairs_in_order", "baselines", "shuffled", "without_giveaways", "over_words",
-    "over_mean state", "alert", "alert_of_texts",
+    "site", "scale", "width", "penalty", "reads", "n_positive", "n_negative", "auroc", "low", "high", "found",
+    "near_over", "found_in_text", "carried", "pairs_in_order", "baselines", "shuffled", "without_giveaways",
+    "over_words", "over_mean state", "alert", "alert_of_texts",
 )  # fmt: skip
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from probemon.core.aggregate import RollingLogit, named
 from probemon.lab.calibration.calibrate import units_needed
 from probemon.lab.training.baselines import BASELINES
 from probemon.lab.training.calibration import PRECISION
@@ -253,7 +254,7 @@ def card(name: str, data: Dataset, quality: Quality, settings: TrainingSettings,
         f" over its tokens. Thresholds are set so that of ordinary texts {quality['fpr']:.1%} exceed them. *Finds*: the"
         " share of your texts over the threshold (95 % interval); *in other text*: of the same after other text; *near"
         " misses*: of your texts without the concept. Alarms on ordinary text are counted kind by kind, at thresholds"
-        " set without the kind; *under*: with 95 % confidence."
+        f" set without the kind; *under*: with 95 % confidence.{_too_short(quality)}"
     )
     lines += _table(*works(quality))
     lines += [""] + [f"- {warning}" for warning in warnings(quality)]
@@ -300,16 +301,18 @@ def card(name: str, data: Dataset, quality: Quality, settings: TrainingSettings,
         lines += ["", f"And {more} more concepts: `quality` in the manifest."]
     lines += ["", "## What was tried", ""]
     lines.append(
-        "Mean over concepts of AUROC and of what is found at one alarm in 100 ordinary texts, alone and in other text,"
-        " out of fold; with its standard error over folds."
+        "Merit: the mean, over concepts, of AUROC and of balanced accuracy (what is found and what near misses do not"
+        " exceed, at one alarm in 100 ordinary texts), alone and in other text, out of fold; with its standard error"
+        " over folds."
     )
     lines += _table(
-        ["site", "scale", "tokens", "merit", "standard error", "concepts"],
+        ["site", "scale", "tokens", "penalty", "merit", "standard error", "concepts"],
         [
             [
                 row["site"],
                 row["scale"],
                 str(row["width"]),
+                f"{row['penalty']:g}",
                 f"{row['merit']:.3f}",
                 f"{row['standard_error']:.3f}",
                 str(row["concepts"]),
@@ -323,6 +326,13 @@ def card(name: str, data: Dataset, quality: Quality, settings: TrainingSettings,
         lines.append("In all, with and without the concept each, for an interval as narrow as the column says.")
         lines += _table(heads, rows)
     return "\n".join(lines) + "\n"
+
+
+def _too_short(quality: Quality) -> str:
+    """Say which texts a running mean of logits has no score for."""
+    read = {named(one["reads"]) for one in quality["concepts"].values()}
+    least = {str(one): -(-one.n // 2) for one in sorted(read, key=str) if isinstance(one, RollingLogit)}
+    return "".join(f" A text under {n} tokens never fires by `{name}`." for name, n in least.items())
 
 
 def by_kind(quality: Quality, names: Mapping[str, str]) -> tuple[list[str], list[list[str]]]:

@@ -1,19 +1,19 @@
 """Scores texts by probes that did not see them, and chooses how to read by these scores.
 
     found = search(states, data, sites, say=...)
-    found.variant(p)          # of a concept: its site, scale and width
+    found.variant(p)          # of a concept: its site, scale, width and penalty
     found.tried               # what was tried
 
-A variant is simpler if its layer is earlier, its scale "std" rather than "white", its width that of a stretch (16
-tokens) rather than that of a text (64). One for all concepts is chosen: the simplest within one standard error of the
-best, over folds (Breiman, Friedman, Olshen & Stone 1984). In a flat pack a concept may take another if it gains
-clearly.
+A variant is simpler if its layer is earlier, its scale "std" rather than "white", its penalty larger, its width that of
+a stretch (16 tokens) rather than that of a text (64). One for all concepts is chosen: the simplest within one standard
+error of the best, over folds (Breiman, Friedman, Olshen & Stone 1984). In a flat pack a concept may take another if it
+gains clearly.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -22,7 +22,7 @@ from torch import Tensor
 
 from probemon.lab.training.dataset import CARRIED, N_FOLDS, ORDINARY, OWN, Dataset
 from probemon.lab.training.metrics import auroc_between
-from probemon.lab.training.recipe import SCALES, Scale, Shares, fit
+from probemon.lab.training.recipe import PENALTIES, SCALES, Scale, Shares, fit
 from probemon.lab.training.states import States
 from probemon.lab.training.windows import WindowRows
 
@@ -35,14 +35,15 @@ Doubles = npt.NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Variant:
-    """How probes read: the site, the scale of `Scale`, and tokens of the running mean."""
+    """How probes read: the site, the scale of `Scale`, tokens of the running mean, and the penalty of the fit."""
 
     site: str
     scale: str = "std"
     width: int = STRETCH
+    penalty: float = PENALTIES[0]
 
     def __str__(self) -> str:
-        return f"{self.site}, {self.scale}, {self.width} tokens"
+        return f"{self.site}, {self.scale}, {self.width} tokens, penalty {self.penalty:g}"
 
 
 @dataclass(frozen=True)
@@ -85,7 +86,7 @@ class Found:
 def search(
     states: States, data: Dataset, sites: Sequence[str], *, method: str = "auto", say: Callable[[str], None]
 ) -> Found:
-    """Cross-fit and judge variants: first layers, then at the best layer scales and widths."""
+    """Cross-fit and judge variants: first layers, then at the best layer scales and penalties, then widths."""
     tried: list[Tried] = []
     rows: dict[tuple[str, int], WindowRows] = {}
 
@@ -103,13 +104,19 @@ def search(
         judge(Variant(site))
     best = simplest(tried)
     site = tried[best].variant.site
-    if method == "auto":
-        for width in WIDTHS:
-            for scale in SCALES:
-                if (scale, width) != ("std", STRETCH):
-                    judge(Variant(site, scale, width))
+
+    def best_at_site() -> int:
         at_site = [i for i, one in enumerate(tried) if one.variant.site == site]
-        best = at_site[simplest([tried[i] for i in at_site])]
+        return at_site[simplest([tried[i] for i in at_site])]
+
+    if method == "auto":
+        for scale in SCALES:
+            for penalty in PENALTIES:
+                if (variant := Variant(site, scale, penalty=penalty)) not in [one.variant for one in tried]:
+                    judge(variant)
+        best = best_at_site()
+        judge(replace(tried[best].variant, width=TEXT))
+        best = best_at_site()
     of = [best] * len(data.concepts)
     if not data.is_tree:
         for p in range(len(of)):
@@ -127,7 +134,7 @@ def cross_fitted(
     """Return the probes of each fold, of these concepts or of all; of fold -1 those that saw everything."""
     scale = Scale.of(rows, data, variant.scale)
     concepts = range(len(data.concepts)) if concepts is None else concepts
-    return Probes(*fit(rows, scale, Shares.of(rows, data), data, concepts, folds))
+    return Probes(*fit(rows, scale, Shares.of(rows, data), data, concepts, folds, penalty=variant.penalty))
 
 
 def token_logits(
@@ -185,8 +192,8 @@ def text_scores(states: States, data: Dataset, variant: Variant, probes: Probes)
 
 
 def merits(data: Dataset, scores: Doubles) -> Doubles:
-    """Return by fold and concept `[K, P]` the mean of: AUROC against own negatives, and the share found at one alarm in
-    100 ordinary texts; both for texts alone and in carriers. NaN where nothing can be judged.
+    """Return by fold and concept `[K, P]` the mean of AUROC against own negatives, and of the balanced accuracy at the
+    threshold of one alarm in 100 ordinary texts; both for texts alone and in carriers. NaN where nothing can be judged.
     """
     known, table = data.text_known, np.full((N_FOLDS, len(data.concepts)), np.nan)
     ordinary = data.is_of(ORDINARY)
@@ -203,12 +210,12 @@ def merits(data: Dataset, scores: Doubles) -> Doubles:
                 positive = own[use] == 1
                 s = scores[use, p]
                 if positive.any():
-                    against = s[own[use] == 0]
-                    against = against if len(against) else plain
+                    own_negatives = s[own[use] == 0]
+                    against = own_negatives if len(own_negatives) else plain
                     if len(against):
                         values.append(auroc_between(s[positive], against))
                     if limit is not None:
-                        values.append(float((s[positive] > limit).mean()))
+                        values.append(float(1 + (s[positive] > limit).mean() - (against > limit).mean()) / 2)
             if values:
                 table[k, p] = np.mean(values)
     return table

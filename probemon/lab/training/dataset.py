@@ -96,12 +96,18 @@ class Dataset:
         return labels
 
     @cached_property
-    def has_spans(self) -> Mask:
-        """Concepts with a text that has them in part of its counted tokens only `[P]`."""
+    def marked(self) -> Mask:
+        """Texts that have a concept in part of their counted tokens only `[N, P]`."""
         present = self.known == 1
         mixed = np.zeros((len(self.texts), len(self.concepts)), dtype=bool)
         np.logical_or.at(mixed, self.document, ~present)
-        found: Mask = (mixed & (self.text_known == 1)).any(axis=0)
+        found: Mask = mixed & (self.text_known == 1)
+        return found
+
+    @cached_property
+    def has_spans(self) -> Mask:
+        """Concepts with a marked text `[P]`."""
+        found: Mask = np.logical_or.reduce(self.marked, axis=0)
         return found
 
     def is_of(self, *origins: int) -> Mask:

@@ -1,10 +1,12 @@
 """Fits linear probes to windows: own texts against their near negatives and against ordinary text.
 
     scale = Scale.of(rows, data, "std")
-    probes = fit(rows, scale, Shares.of(rows, data), folds=(0, 1, 2, 3, 4))    # w [F, P, D], b [F, P]
+    probes = fit(rows, scale, Shares.of(rows, data), data, concepts=(0,), folds=(0, 1), penalty=PENALTIES[0])
+    # w [F, P, D], b [F, P]
 
-Losses have fixed total weights: positives 1, own negatives 1, ordinary text 4. Twice, within a positive text, weight
-moves to the windows that score highest (multi-instance learning, as mi-SVM of Andrews, Tsochantaridis & Hofmann 2002).
+Losses have fixed total weights: positives 1, own negatives 1, ordinary text 4. Twice, within a positive text without
+marks, weight moves to the windows that score highest (multi-instance learning, as mi-SVM of Andrews, Tsochantaridis &
+Hofmann 2002).
 Each probe is then shifted and scaled so that its logits on ordinary windows have mean 0 and spread 1, which makes
 probes of different folds comparable.
 """
@@ -22,7 +24,7 @@ from probemon.lab.training.logistic import Dense, RowTargets, fit_logistic
 from probemon.lab.training.windows import WindowRows
 
 SCALES = ("std", "white")
-_L2 = 0.003
+PENALTIES = (0.003, 0.0003)  # of squared weights, for features of length about 1
 _ORDINARY_WEIGHT = 4.0
 _ROUNDS, _SHARPNESS = 2, 2.0
 _MOST_STEPS, _TOLERANCE = 30, 1e-5
@@ -97,7 +99,7 @@ def fit(
     concepts: Sequence[int],
     folds: Sequence[int],
     *,
-    rounds: int = _ROUNDS,
+    penalty: float,
 ) -> tuple[Tensor, Tensor]:
     """Return probes of the prepared states w `[F, P, D]`, b `[F, P]`; fold -1 learns from everything.
 
@@ -109,7 +111,7 @@ def fit(
     at_once = max(1, _COLUMNS // len(folds))
     for begin in range(0, len(concepts), at_once):
         block = list(concepts[begin : begin + at_once])
-        part_w, part_b = _fit_block(rows, scale, shares, data, block, fold_of_row, folds, rounds)
+        part_w, part_b = _fit_block(rows, scale, shares, data, block, fold_of_row, folds, penalty)
         w[:, begin : begin + at_once], b[:, begin : begin + at_once] = part_w, part_b
     return w, b
 
@@ -122,7 +124,7 @@ def _fit_block(
     block: list[int],
     fold_of_row: Tensor,
     folds: Sequence[int],
-    rounds: int,
+    penalty: float,
 ) -> tuple[Tensor, Tensor]:
     sides = [side[:, block] for side in (shares.present, shares.absent, shares.ordinary)]
     sides[1] = _fewer(sides[1])
@@ -132,14 +134,16 @@ def _fit_block(
     # Columns: concepts of the first fold, of the second, ...
     present, absent, ordinary = ((side[use][:, None] * trains[:, :, None]).flatten(1) for side in sides)
     present, absent = _summing(present, 1.0), _summing(absent, 1.0) + _summing(ordinary, _ORDINARY_WEIGHT)
-    l2 = torch.full((present.shape[1],), _L2)
+    l2 = torch.full((present.shape[1],), penalty)
     start: tuple[Tensor, Tensor] | None = None
     is_window = rows.is_window[use]
     document = torch.from_numpy(data.document[part])
-    for _ in range(rounds + 1):
+    # Marks say which windows have the concept; else it may be in any.
+    unmarked = torch.from_numpy(~data.marked[data.document[part]][:, block]).repeat(1, len(folds))
+    moves = (present > 0) & is_window[:, None] & unmarked
+    for _ in range(_ROUNDS + 1 if bool(moves.any()) else 1):
         if start is not None:
-            z = x @ start[0].T + start[1]
-            present = _to_highest(present, z, document, is_window, len(data.texts))
+            present = _to_highest(present, x @ start[0].T + start[1], document, moves, len(data.texts))
         targets = RowTargets(present, absent)
         start = fit_logistic(Dense(x), targets, l2, start=start, tolerance=_TOLERANCE, most_steps=_MOST_STEPS)
     assert start is not None
@@ -165,9 +169,8 @@ def _summing(weight: Tensor, total: float) -> Tensor:
     return weight * (total / weight.sum(0).clamp(min=1e-30))
 
 
-def _to_highest(present: Tensor, z: Tensor, document: Tensor, is_window: Tensor, n_texts: int) -> Tensor:
-    """Share the weight of a text's windows by softmax(2 z); that of its mean stays."""
-    windows = (present > 0) & is_window[:, None]
+def _to_highest(present: Tensor, z: Tensor, document: Tensor, windows: Tensor, n_texts: int) -> Tensor:
+    """Share the weight of a text's `windows [R, C]` by softmax(2 z); other weight stays."""
     total = torch.zeros(n_texts, present.shape[1]).index_add_(0, document, present * windows)
     score = torch.where(windows, _SHARPNESS * z, -torch.inf)
     highest = torch.full((n_texts, present.shape[1]), -torch.inf)

@@ -66,7 +66,7 @@ def _monitors(data: Dataset, quality: Mapping[str, Any]) -> tuple[list[str], lis
 def _tried(quality: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
     rows = [
         [
-            f"{one['site']}, {one['scale']}, {one['width']} tokens",
+            f"{one['site']}, {one['scale']}, {one['width']} tokens, penalty {one['penalty']:g}",
             f"{one['merit']:.3f}",
             f"{one['standard_error']:.3f}",
             str(one["concepts"]),

@@ -15,6 +15,7 @@ import hashlib
 import json
 import os
 import struct
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -49,6 +50,7 @@ _NAMES = {
 _FORMAT = 4
 # Texts read again; largest median of the tokens' relative differences, and that of the mean, which steering shifts.
 _READ_AGAIN = 8
+_PATIENCE = 3 * 3600.0  # seconds to wait for another run
 _LEAST_RUN = 16  # rows, on average, that are read at once
 _ROUNDING = {
     torch.float32: (1e-3, 1e-4),
@@ -232,10 +234,13 @@ class SiteStates:
 
 
 @contextmanager
-def held(folder: str | os.PathLike[str]) -> Iterator[None]:
+def held(
+    folder: str | os.PathLike[str], *, waiting: Callable[[], object] | None = None, seconds: float = _PATIENCE
+) -> Iterator[None]:
     """Lock a folder of states, made if missing, for the block.
 
-    Raises `TrainingError` if another run has it, or it cannot be made.
+    Raises `TrainingError` if another run has it, at once or, with `waiting`, which is called first, after `seconds`;
+    or if the folder cannot be made.
     """
     try:
         Path(folder).mkdir(parents=True, exist_ok=True)
@@ -243,7 +248,7 @@ def held(folder: str | os.PathLike[str]) -> Iterator[None]:
     except OSError as error:
         raise TrainingError(f"{folder} cannot hold states ({error.strerror}): choose another folder") from error
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # no lock file
+        _lock(descriptor, waiting, seconds)
         yield
     except BlockingIOError:
         raise TrainingError(
@@ -251,6 +256,21 @@ def held(folder: str | os.PathLike[str]) -> Iterator[None]:
         ) from None
     finally:
         os.close(descriptor)
+
+
+def _lock(descriptor: int, waiting: Callable[[], object] | None, seconds: float) -> None:
+    """Lock without a lock file. Raises `BlockingIOError`."""
+    until, told = time.monotonic() + seconds, False
+    while True:
+        try:
+            return fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if waiting is None or time.monotonic() > until:
+                raise
+        if not told:
+            waiting()
+        told = True
+        time.sleep(0.2)
 
 
 def collect_states(

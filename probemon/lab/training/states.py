@@ -124,8 +124,9 @@ def read_states(
 
     stores = []
     for name, plan, where, places in plans:
-        with held(where) if where != folder else nullcontext():
-            told = partial(_told, say, name)
+        told = partial(_told, say, name)
+        waiting = partial(told, f"another training reads into {where}: waiting for it")
+        with held(where, waiting=waiting) if where != folder else nullcontext():
             stores.append((collect_states(plan, where, progress=ran, say=told), places))
     return States(stores, kept, dtype)
 

@@ -9,7 +9,7 @@ from probemon.core.aggregate import RollingLogit, over
 from probemon.lab.training.crossfit import Variant, cross_fitted, highest_mean
 from probemon.lab.training.dataset import ELSEWHERE, NEVER, ORDINARY, OUTSIDE, OWN, Dataset
 from probemon.lab.training.examples import Concept
-from probemon.lab.training.recipe import Scale, Shares, fit
+from probemon.lab.training.recipe import PENALTIES, Scale, Shares, fit
 from probemon.lab.training.states import Block
 from probemon.lab.training.windows import WindowRows, starts
 
@@ -30,8 +30,11 @@ class FakeStates:
             yield Block(self.x[part], self.document[part], self.position[part])
 
 
-def drawn(seed=0, n_own=30, n_plain=20):
-    """Own texts with and without a concept, whose states lean along one direction; and ordinary ones of four kinds."""
+def drawn(seed=0, n_own=30, n_plain=20, *, marked=False):
+    """Own texts with and without a concept, whose states lean along one direction; and ordinary ones of four kinds.
+
+    `marked`: the concept stands in all but the last token; of that nothing is known.
+    """
     generator = np.random.default_rng(seed)
     n_texts = n_own + n_plain
     lengths = generator.integers(5, 70, n_texts)
@@ -42,6 +45,12 @@ def drawn(seed=0, n_own=30, n_plain=20):
     for i, n in enumerate(lengths):
         hidden = generator.normal(size=(n, SIZE)) + (label[i] * 0.8) * np.eye(SIZE)[0]
         states.append(hidden + (i >= n_own) * 0.7 * np.eye(SIZE)[1])
+    parts, documents, known = [], [], []
+    for i, n in enumerate(lengths):
+        for part, labelled in ([(0, n - 1), 1], [(n - 1, n), -1]) if marked and label[i] else ([(0, n), label[i]],):
+            parts.append(np.arange(*part))
+            documents.append(i)
+            known.append(labelled)
     data = Dataset(
         (Concept("it", "it"),),
         ((),),
@@ -53,9 +62,9 @@ def drawn(seed=0, n_own=30, n_plain=20):
         np.arange(n_texts) // 2,
         fold,
         np.zeros(n_texts, dtype=bool),
-        np.arange(n_texts),
-        [np.arange(n) for n in lengths],
-        label[:, None].astype(np.int8),
+        np.asarray(documents),
+        parts,
+        np.asarray(known, dtype=np.int8)[:, None],
     )
     document = np.repeat(np.arange(n_texts), lengths)
     position = np.concatenate([np.arange(n) for n in lengths])
@@ -63,13 +72,14 @@ def drawn(seed=0, n_own=30, n_plain=20):
     return data, FakeStates(x, document, position, n_texts)
 
 
-def by_hand(data, states, fold, rounds, scale):
+def by_hand(data, states, fold, rounds, scale, penalty):
     """Features, labels and weights as the docstrings state them, and scikit-learn's optimum."""
     rows, label, weight, text, window, plain_rows = [], [], [], [], [], []
     for i in range(len(data.texts)):
         if data.fold[i] == fold:
             continue
         hidden = states.x[states.document == i].double()
+        hidden = hidden[:-1] if data.marked[i, 0] else hidden
         is_plain = data.origin[i] == ORDINARY
         spans = [] if is_plain else [(0, len(hidden), False)]
         spans += [
@@ -79,7 +89,7 @@ def by_hand(data, states, fold, rounds, scale):
         n_windows = sum(is_window for _, _, is_window in spans)
         for begin, end, is_window in spans:
             rows.append(hidden[begin:end].mean(0))
-            label.append(int(data.known[i, 0]))
+            label.append(int(data.text_known[i, 0]))
             weight.append(1 / n_windows if is_window else 1.0)
             text.append(i)
             window.append(is_window)
@@ -96,7 +106,7 @@ def by_hand(data, states, fold, rounds, scale):
                 logit = z[own] @ model.coef_[0] + model.intercept_[0]  # noqa: F821 - of the round before
                 share = np.exp(2 * (logit - logit.max()))
                 weight[own] = weight[own].sum() * share / share.sum()
-        model = LogisticRegression(C=1 / 0.003, tol=1e-10, max_iter=5000).fit(z, label, sample_weight=weight)
+        model = LogisticRegression(C=1 / penalty, tol=1e-10, max_iter=5000).fit(z, label, sample_weight=weight)
     logit = z[plain] @ model.coef_[0] + model.intercept_[0]
     w = model.coef_[0] / logit.std()
     b = (model.intercept_[0] - logit.mean()) / logit.std()
@@ -104,14 +114,17 @@ def by_hand(data, states, fold, rounds, scale):
     return w * turn, b - (w * turn) @ scale.mean.double().numpy()
 
 
-@pytest.mark.parametrize("rounds", [0, 2])
+@pytest.mark.parametrize("marked", [False, True])
 @pytest.mark.parametrize("fold", [1, NEVER])
-def test_probe_is_the_optimum_of_the_stated_loss(fold, rounds):
-    data, states = drawn()
+@pytest.mark.parametrize("penalty", PENALTIES)
+def test_probe_is_the_optimum_of_the_stated_loss(penalty, fold, marked):
+    """Weight moves twice, but not where marks say which windows have the concept."""
+    data, states = drawn(marked=marked)
+    assert data.marked.any() == marked
     rows = WindowRows.of(states, data, "resid_post.0", WIDTH)
     scale = Scale.of(rows, data, "std")
-    w, b = fit(rows, scale, Shares.of(rows, data), data, [0], [0, fold], rounds=rounds)
-    expected_w, expected_b = by_hand(data, states, fold, rounds, scale)
+    w, b = fit(rows, scale, Shares.of(rows, data), data, [0], [0, fold], penalty=penalty)
+    expected_w, expected_b = by_hand(data, states, fold, 0 if marked else 2, scale, penalty)
     probe = states.x[:200].double().numpy()
     assert np.allclose(probe @ w[1, 0].double().numpy() + float(b[1, 0]), probe @ expected_w + expected_b, atol=0.03)
 
@@ -141,8 +154,8 @@ def test_fold_learns_nothing_from_its_texts_and_kinds():
     of_fold = torch.from_numpy(data.fold[data.document] == 3)[rows.part]
     spoilt[of_fold] = 5 * torch.randn(int(of_fold.sum()), SIZE, generator=torch.Generator().manual_seed(1))
     scale, shares = Scale.of(rows, data, "std"), Shares.of(rows, data)
-    clean = fit(rows, scale, shares, data, [0], range(5))
-    other = fit(WindowRows(spoilt, rows.part, rows.is_window), scale, shares, data, [0], range(5))
+    clean = fit(rows, scale, shares, data, [0], range(5), penalty=0.003)
+    other = fit(WindowRows(spoilt, rows.part, rows.is_window), scale, shares, data, [0], range(5), penalty=0.003)
     assert torch.allclose(clean[0][3], other[0][3], atol=5e-3) and torch.allclose(clean[1][3], other[1][3], atol=5e-3)
     assert all((clean[0][k] - other[0][k]).abs().max() > 0.05 for k in (0, 1, 2, 4))
 

@@ -151,7 +151,12 @@ def test_second_run_on_the_same_folder_is_refused(tmp_path):
             held(tmp_path / "s"),
         ):
             pass
-        other.kill()
+        # Of folders that several trainings share, such as that of ordinary text, the second run waits.
+        with pytest.raises(TrainingError, match="another run"), held(tmp_path / "s", waiting=list, seconds=0.3):
+            pass
+        waited = []
+        with held(tmp_path / "s", waiting=lambda: waited.append(other.kill())):
+            assert len(waited) == 1
     with held(tmp_path / "s"):
         assert not list((tmp_path / "s").iterdir())
     (tmp_path / "file").touch()

@@ -181,7 +181,9 @@ def run(folder: Path, name: str, data: Path, *options: str) -> dict[str, Any]:
     if not ("--overwrite" not in options and taken.is_file()):
         begin = time.perf_counter()
         with (folder / f"{name}.json").open("w") as answer, (folder / f"{name}.log").open("w") as log:
-            process = subprocess.Popen(command, stdout=answer, stderr=log, env={**os.environ, "HF_HUB_OFFLINE": "1"})
+            # A cache of its own: the first case reads ordinary text, and the others of the same --keep find its states.
+            environment = {**os.environ, "HF_HUB_OFFLINE": "1", "XDG_CACHE_HOME": str(folder / "cache")}
+            process = subprocess.Popen(command, stdout=answer, stderr=log, env=environment)
             _, status, usage = os.wait4(process.pid, 0)
         if status:
             raise SystemExit((folder / f"{name}.log").read_text())

@@ -98,6 +98,16 @@ def train(
             help="Ordinary texts, equally of all kinds, that train and set thresholds; more tell more; 0 for none."
         ),
     ] = 520,
+    unknown_in: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="CONCEPT=KIND",
+            help=(
+                "A kind of ordinary text that may have the concept, such as promotion=advert: it is left out for it,"
+                " and neither trains nor sets its threshold; may be repeated."
+            ),
+        ),
+    ] = None,
     text_field: opt.TextField = "text",
     states: Annotated[
         Path | None,
@@ -133,9 +143,10 @@ def train(
         roles=tuple(on or ("assistant",)),
         exclusive=exclusive,
         text_field=text_field,
-        held_out=_held_out(holdout or []),
+        held_out=_pairs("holdout", "FIELD=VALUE, such as author=a2", holdout or []),
         generate=generate,
         ordinary=ordinary,
+        unknown_in=_pairs("unknown-in", "CONCEPT=KIND, such as promotion=advert", unknown_in or []),
         fpr=fpr,
         precision=precision,
         states=states,
@@ -177,30 +188,36 @@ def train(
         _show(trained, out, page, model)
 
 
-def _held_out(choices: list[str]) -> dict[str, list[str]]:
+def _pairs(option: str, wanted: str, choices: list[str]) -> dict[str, list[str]]:
     values: dict[str, list[str]] = {}
     for choice in choices:
         name, sign, value = choice.partition("=")
         if not (name.strip() and sign and value.strip()):
-            raise typer.BadParameter(f"--holdout is {choice!r}: give FIELD=VALUE, such as author=a2")
+            raise typer.BadParameter(f"--{option} is {choice!r}: give {wanted}")
         values.setdefault(name.strip(), []).append(value.strip())
     return values
 
 
 def _show(trained: Trained, out: Path, page: Path, model: str) -> None:
-    from probemon.lab.training.card import needs, verdict, warnings, works
+    from probemon.lab.training.card import elsewhere, needs, verdict, warnings, works
 
     quality = trained.quality
     say(*(sentence.replace("`", "") for sentence in verdict(quality)))
     _table(*works(quality))
     say(*(warning.replace("`", "") for warning in warnings(quality)))
+    heads, rows = elsewhere(quality["concepts"], {id: id for id in quality["concepts"]})
+    if rows:
+        say("Elsewhere, on texts that neither trained nor chose anything:")
+        _table(heads, rows)
+    concept, found = next(iter(quality["concepts"].items()))
+    read = found["reads"].replace("(", ":").rstrip(")")  # as an option names it
     heads, rows = needs(quality)
     if rows:
         say("How many texts would tell more:")
         _table(heads, rows)
     say(
         f"{out}: {trained.pack.name}, {counted(trained.pack.n_probes, 'probe')}; report in {page}",
-        f"next: probemon watch {model} {out} --prompt ...",
+        f"next: probemon watch {model} {out} --stop-on {concept} --aggregate {read} --prompt ...",
     )
 
 

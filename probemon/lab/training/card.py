@@ -14,6 +14,7 @@ from probemon.lab.training.baselines import BASELINES
 from probemon.lab.training.calibration import PRECISION
 from probemon.lab.training.dataset import Dataset
 from probemon.lab.training.evaluation import area_interval
+from probemon.lab.training.measured import OTHER_RATES
 from probemon.lab.training.rates import CONFIDENCE
 from probemon.lab.training.settings import TrainingSettings
 from probemon.packs.strength import in_short
@@ -25,6 +26,13 @@ _AREA_WIDTH, _FOUND_WIDTH = 0.05, 0.15  # half intervals that a claim should hav
 _LOUD = 2.0  # times the stated rate
 _LEANS = 0.05  # of AUROC lost without the words that give a concept away
 _TELLS = 0.7  # AUROC of length
+_EASY = 0.97  # AUROC of words
+_TELLING = 3  # alarms of a kind
+MERIT = (
+    "Merit: the mean, over concepts, of AUROC and of balanced accuracy (what is found, and what near misses do not"
+    " exceed, at one alarm in 100 ordinary texts), alone and after other text, out of fold; with its standard error"
+    " over folds. Chosen: the simplest within one standard error of the best."
+)
 Quality = Mapping[str, Any]
 
 
@@ -54,7 +62,17 @@ def verdict(quality: Quality) -> list[str]:
             for id in ahead[:3]
         )
         sentences.append(f"On texts from elsewhere the probes hold where words do not: {gap}.")
+    if lost := [id for id, one in elsewhere.items() if _finds_less(concepts[id]["found"], one["found"])]:
+        gap = ", ".join(f"`{id}` {_share(elsewhere[id]['found'], short=True)}" for id in lost[:3])
+        sentences.append(f"They find less there than on your own texts: {gap}.")
+    if not elsewhere:
+        sentences.append("Nothing was measured on texts of another writer or genre: give some (--test).")
     return sentences
+
+
+def _finds_less(found: Quality, there: Quality) -> bool:
+    """Whether the intervals of two shares do not overlap, the second being lower."""
+    return there["high"] is not None and found["low"] is not None and bool(there["high"] < found["low"])
 
 
 def never_fires(concept: Quality) -> bool:
@@ -74,24 +92,33 @@ def _of_alarms(quality: Quality) -> str:
         )
     kind, by_kind = worst["worst"], worst["by_kind"]
     at_kind = f", {100 * by_kind[kind]['rate']:.1f} of its worst kind ({kind})" if kind else ""
-    new = max(one["new_kind_high"] for one in rates.values())
+    new_id = max(rates, key=lambda id: rates[id]["new_kind_high"])
     return (
         f"Of 100 ordinary texts of about {tokens:.0f} tokens, of kinds that the probe never saw,"
         f" {100 * worst['rate']:.1f} raise an alarm of `{worst_id}`{at_kind}"
-        f"{'; the other concepts are as quiet or quieter' if len(rates) > 1 else ''}. On a new kind of text expect up"
-        f" to {100 * new:.1f}."
+        f"{'; the other concepts are as quiet or quieter' if len(rates) > 1 else ''}. Of new kinds of text 19 of 20"
+        f" stay under {100 * rates[new_id]['new_kind_high']:.1f}{f' (`{new_id}`)' if len(rates) > 1 else ''}; one that"
+        " is close to the concept may not. Ordinary text counts as without your concepts. The report shows its"
+        " strongest tokens: if they are right, leave out that kind of text (--unknown-in)."
     )
 
 
 def _of_words(concepts: Quality) -> str:
     behind = [id for id, one in concepts.items() if not beats(one, "words")]
+    easy = [id for id in behind if (concepts[id]["baselines"]["words"] or 0) >= _EASY]
+    if easy:
+        words = ", ".join(f"“{word}”" for word in concepts[easy[0]]["giveaways"][:3])
+        return (
+            f"Words (TF-IDF) separate your texts of {_some(easy)} as well, such as {words}: texts that easy cannot show"
+            " whether a probe is better. Add pairs of which both sides have these words."
+        )
     if not behind:
         subject = f"All {len(concepts)} probes are better" if len(concepts) > 1 else "The probe is better"
         return f"{subject} than the words of a text (TF-IDF) at telling texts with a concept from those without."
     verb = "is" if len(behind) == 1 else "are"
     return (
-        f"{_some(behind)} {verb} not shown to beat the words of a text (TF-IDF) there: a simpler monitor may do as well"
-        " on short texts."
+        f"{_some(behind)} {verb} not shown to beat the words of a text (TF-IDF) on your texts: a simpler monitor may do"
+        " as well on short ones."
     )
 
 
@@ -170,9 +197,9 @@ def reads(id: str, concept: Quality) -> str:
         signs.append(f"what words tell as well ({words})")
     if max(base["length"] or 0.5, 1 - (base["length"] or 0.5)) > _TELLS:
         signs.append("length: texts with it and without differ in it")
-    kind = concept["alert_of_texts"]["worst"]
-    if kind:
-        signs.append(f"something that {kind} has, too")
+    kind, by_kind = concept["alert_of_texts"]["worst"], concept["alert_of_texts"]["by_kind"]
+    if kind and by_kind[kind]["alarms"] >= _TELLING:
+        signs.append(f"something that {kind} has, too ({by_kind[kind]['alarms']} of {by_kind[kind]['n']} alarm)")
     if not signs:
         return f"`{id}` shows no sign of reading words, length or kinds of text instead of the concept."
     return f"`{id}` may read {'; '.join(signs)}."
@@ -185,9 +212,10 @@ def works(quality: Quality) -> tuple[list[str], list[list[str]]]:
         "read by",
         "threshold",
         "finds",
-        "in other text",
+        "after other text",
         "near misses",
-        "of 100 ordinary texts",
+        *(f"at {rate:.0%}" for rate in OTHER_RATES),
+        "alarms of 100 ordinary texts",
         "worst kind",
     ]
     rows = []
@@ -202,6 +230,7 @@ def works(quality: Quality) -> tuple[list[str], list[list[str]]]:
                 _share(one["found"]),
                 _share(one["found_in_text"], short=True),
                 _share(one["near_over"], short=True),
+                *(f"{_rate(at['found'])}, {_rate(at['near_over'])}" for at in one["at_rates"]),
                 f"{100 * alert['rate']:.1f} (under {100 * alert['high']:.1f})",
                 "none" if kind is None else f"{kind}, {100 * alert['by_kind'][kind]['rate']:.1f}",
             ]
@@ -252,9 +281,10 @@ def card(name: str, data: Dataset, quality: Quality, settings: TrainingSettings,
         "Every text is judged by probes that saw neither it nor its group or pair, and ordinary text by probes that saw"
         " none of its kind; the probes of this pack then learnt from all. A text's score is the highest running score"
         f" over its tokens. Thresholds are set so that of ordinary texts {quality['fpr']:.1%} exceed them. *Finds*: the"
-        " share of your texts over the threshold (95 % interval); *in other text*: of the same after other text; *near"
-        " misses*: of your texts without the concept. Alarms on ordinary text are counted kind by kind, at thresholds"
-        f" set without the kind; *under*: with 95 % confidence.{_too_short(quality)}"
+        " share of your texts over the threshold (95 % interval); *after other text*: of the same that follow an"
+        " ordinary text; *near misses*: of your texts without the concept; *at 5 %* (`--fpr 0.05`): what another rate"
+        " would find, and near misses over it. Alarms on ordinary text are counted kind by kind, at thresholds set"
+        f" without the kind; *under*: with 95 % confidence.{_too_short(quality)}"
     )
     lines += _table(*works(quality))
     lines += [""] + [f"- {warning}" for warning in warnings(quality)]
@@ -263,7 +293,7 @@ def card(name: str, data: Dataset, quality: Quality, settings: TrainingSettings,
         "AUROC: how often a text with the concept scores higher than one without, on your texts. *In order*: within a"
         " pair. *Masked*: without the tokens of words that give the concept away. *Shuffled*: labels at random."
     )
-    heads = ["concept", "with", "without", "AUROC", "in other text", "in order", *BASELINES, "masked", "shuffled"]
+    heads = ["concept", "with", "without", "AUROC", "after other text", "in order", *BASELINES, "masked", "shuffled"]
     rows = [
         [
             names[id],
@@ -300,11 +330,7 @@ def card(name: str, data: Dataset, quality: Quality, settings: TrainingSettings,
         more = len(quality["concepts"]) - len(concepts)
         lines += ["", f"And {more} more concepts: `quality` in the manifest."]
     lines += ["", "## What was tried", ""]
-    lines.append(
-        "Merit: the mean, over concepts, of AUROC and of balanced accuracy (what is found and what near misses do not"
-        " exceed, at one alarm in 100 ordinary texts), alone and in other text, out of fold; with its standard error"
-        " over folds."
-    )
+    lines.append(MERIT)
     lines += _table(
         ["site", "scale", "tokens", "penalty", "merit", "standard error", "concepts"],
         [
@@ -321,10 +347,12 @@ def card(name: str, data: Dataset, quality: Quality, settings: TrainingSettings,
         ],
     )
     heads, rows = needs(quality)
+    lines += ["", "## How many texts would tell more", ""]
     if rows:
-        lines += ["", "## How many texts would tell more", ""]
         lines.append("In all, with and without the concept each, for an interval as narrow as the column says.")
         lines += _table(heads, rows)
+    else:
+        lines.append("No more of the same kind: the intervals are narrow. Texts of other writers and genres tell more.")
     return "\n".join(lines) + "\n"
 
 
@@ -351,7 +379,7 @@ def _kinds(quality: Quality, names: Mapping[str, str]) -> list[str]:
     if not rows:
         return []
     about = "Texts with an alarm, of so many, by probes that saw none of the kind."
-    return ["", "## False alarms by kind of text", "", about, *_table(heads, rows)]
+    return ["", "## Alarms by kind of ordinary text", "", about, *_table(heads, rows)]
 
 
 def _tokens(quality: Quality, names: Mapping[str, str]) -> list[str]:
@@ -394,23 +422,29 @@ def _tokens(quality: Quality, names: Mapping[str, str]) -> list[str]:
 
 
 def _elsewhere(concepts: Quality, names: Mapping[str, str]) -> list[str]:
-    outside = {id: one["outside"] for id, one in concepts.items() if "outside" in one}
-    if not outside:
+    heads, rows = elsewhere(concepts, names)
+    if not rows:
         return []
-    lines = ["", "## Elsewhere", "", "Texts that neither trained nor chose anything, and the same monitors on them."]
+    about = "Texts that neither trained nor chose anything, and the same monitors on them."
+    return ["", "## Elsewhere", "", about, *_table(heads, rows)]
+
+
+def elsewhere(concepts: Quality, names: Mapping[str, str]) -> tuple[list[str], list[list[str]]]:
+    """Return heads and rows of the table of texts that only tested."""
+    outside = {id: one["outside"] for id, one in concepts.items() if "outside" in one}
     rows = [
         [
             names[id],
             str(one["n_positive"]),
             str(one["n_negative"]),
             _area(one),
-            _share(one["found"], short=True),
+            _share(one["found"]),
             _share(one["near_over"], short=True),
             *(number(one["baselines"][name]["auroc"]) for name in BASELINES),
         ]
         for id, one in outside.items()
     ]
-    return lines + _table(["concept", "with", "without", "AUROC", "finds", "near misses", *BASELINES], rows)
+    return ["concept", "with", "without", "AUROC", "finds", "near misses", *BASELINES], rows
 
 
 def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
@@ -441,6 +475,10 @@ def _share(entry: Quality, *, short: bool = False) -> str:
         return "–"
     found = f"{entry['count']} of {entry['n']}"
     return found if short else f"{found} ({entry['low']:.0%} to {entry['high']:.0%})"
+
+
+def _rate(entry: Quality) -> str:
+    return "–" if entry["rate"] is None else f"{entry['rate']:.0%}"
 
 
 def number(value: float | None) -> str:

@@ -33,15 +33,21 @@ class Carried:
 
 
 def in_carriers(
-    examples: Sequence[Example], group: Ints, carriers: Sequence[str], roles: Sequence[str], *, seed: int
+    examples: Sequence[Example],
+    group: Ints,
+    carriers: Sequence[str],
+    roles: Sequence[str],
+    *,
+    seed: int,
+    most: int = MOST,
 ) -> list[Carried]:
-    """Return each short example once more, in a carrier; at most `MOST`, whole groups, evenly drawn."""
-    if not carriers:
+    """Return each short example once more, in a carrier; at most `most`, whole groups, evenly drawn."""
+    if not carriers or not most:
         return []
     short = [i for i, example in enumerate(examples) if 0 < len(example.content) <= SHORT]
     groups = np.unique(group[short]) if short else np.zeros(0, dtype=np.int64)
-    if len(short) > MOST:
-        share = MOST / len(short)
+    if len(short) > most:
+        share = most / len(short)
         groups = np.random.default_rng([seed, 3]).permutation(groups)[: max(1, int(share * len(groups)))]
     prefix_of = {g: _prefix(carriers, np.random.default_rng([seed, 4, g])) for g in groups.tolist()}
     carried = []

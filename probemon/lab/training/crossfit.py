@@ -98,7 +98,7 @@ def search(
         probes = cross_fitted(rows[key], data, variant)
         scores = text_scores(states, data, variant, probes)
         tried.append(Tried(variant, merits(data, scores), probes))
-        say(f"{variant}: {tried[-1].mean:.3f}")
+        say(f"{variant}: merit {tried[-1].mean:.3f}")
 
     for site in sites:
         judge(Variant(site))
@@ -121,6 +121,7 @@ def search(
     if not data.is_tree:
         for p in range(len(of)):
             of[p] = _own_choice(tried, best, p)
+    say(f"chosen: {tried[best].variant}")
     return Found(tried, of)
 
 

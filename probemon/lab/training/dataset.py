@@ -19,7 +19,7 @@ from probemon.core.hierarchy import Ints, Mask
 from probemon.errors import TrainingError
 from probemon.host.chat_dates import CHAT_DATE
 from probemon.lab.corpora.windows import WindowTokens
-from probemon.lab.training.carriers import in_carriers
+from probemon.lab.training.carriers import MOST, in_carriers
 from probemon.lab.training.examples import Concept, Example, Examples
 from probemon.lab.training.groups import group_examples, split_groups
 from probemon.lab.training.labels import Known, parts_of
@@ -154,6 +154,7 @@ class Dataset:
         roles: Sequence[str] = ("assistant",),
         chat_date: str = CHAT_DATE,
         seed: int = 0,
+        most_carried: int = MOST,
     ) -> Dataset:
         """Render, tokenise, group and deal examples. Raises `TrainingError`, for example if a concept has too few."""
         concepts = tuple(examples.concepts.values())
@@ -174,7 +175,9 @@ class Dataset:
         trains = [i for i in range(len(examples.texts)) if not is_outside[i]]
         # Without character offsets a carrier's end cannot be found among the tokens.
         carriers = ordinary.carriers if getattr(tokenizer, "is_fast", False) else ()
-        carried = in_carriers([own[i] for i in trains], groups.number[trains], carriers, roles, seed=seed)
+        carried = in_carriers(
+            [own[i] for i in trains], groups.number[trains], carriers, roles, seed=seed, most=most_carried
+        )
         carried_texts = render([one.example for one in carried], tokenizer, roles=roles, chat_date=chat_date)
         carried_texts = [after(text, one.n_before, one.turn) for one, text in zip(carried, carried_texts, strict=True)]
         plain = [*(example for _, example in ordinary.measured), *ordinary.template]
@@ -185,10 +188,9 @@ class Dataset:
             [len(examples.texts), len(tested_only), len(carried), len(ordinary.measured), len(ordinary.template)],
         )
         tokens = reader.tokens(texts)
-        nothing = dict.fromkeys(place, False)
         document, positions, known = list[int](), list[Ints](), list[Known]()
         for i, (example, text, ids) in enumerate(zip(everything, texts, tokens, strict=True)):
-            labelled = example if origin[i] < ORDINARY else Example(example.where, example.text, labels=nothing)
+            labelled = example if origin[i] < ORDINARY else _ordinary(example, place)
             for part in parts_of(labelled, text, ids, place):
                 document.append(i)
                 positions.append(part.tokens)
@@ -290,6 +292,12 @@ class Dataset:
                 " and near duplicates count once), which is too few to learn from and to judge on: give more in 'not',"
                 " counterexamples, or ordinary text"
             )
+
+
+def _ordinary(example: Example, place: Mapping[str, int]) -> Example:
+    """Return an ordinary text labelled: without the concepts that nobody has found in it."""
+    labels = {id: example.labels.get(id, False) for id in place if id not in example.unsure}
+    return Example(example.where, example.text, labels=labels)
 
 
 def _held_out(own: Sequence[Example], held_out: Mapping[str, Sequence[str]]) -> Mask:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,6 +37,7 @@ from probemon.lab.training.windows import WindowRows
 from probemon.lab.training.words import Vocabulary, places_of
 
 MASKED_CONCEPTS = 64  # for scores without giveaways
+OTHER_RATES = (0.02, 0.05)  # of ordinary texts, to show what another threshold finds
 OWN_TEXTS = "texts without it"  # the kind, if there is no ordinary text
 _CELLS = 1 << 21
 WATCHED: tuple[Aggregator, ...] = (*(RollingLogit(width) for width in WIDTHS), Ema(0.3), Max())
@@ -169,6 +170,7 @@ class TrainingMeasurement:
     masked: Doubles | None
     of_tokens: Sequence[Rate]
     of_texts: Mapping[str, Sequence[Rate]]
+    of_other_rates: Mapping[float, Mapping[str, Sequence[Rate]]]
     precise: Sequence[Precise] | None
 
     @classmethod
@@ -209,16 +211,19 @@ class TrainingMeasurement:
         token_values = np.where(_is_benign(data)[scored.document[tokens]], scored.scores[tokens], np.nan)
         documents = scored.document[tokens]
         text_places = np.flatnonzero(benign & states.kept)
-        of_texts = {
-            name: at_rate(
-                np.where(_is_benign(data)[text_places], values[text_places], np.nan),
-                kind[text_places],
-                data.group[text_places],
-                kinds,
-                fpr=settings.fpr,
-            )
-            for name, values in highest.items()
-        }
+
+        def thresholds(names: Iterable[str], fpr: float) -> dict[str, list[Rate]]:
+            return {
+                name: at_rate(
+                    np.where(_is_benign(data)[text_places], highest[name][text_places], np.nan),
+                    kind[text_places],
+                    data.group[text_places],
+                    kinds,
+                    fpr=fpr,
+                )
+                for name in names
+            }
+
         return cls(
             data=data,
             settings=settings,
@@ -233,7 +238,8 @@ class TrainingMeasurement:
             giveaways=giveaways,
             masked=_masked(data, scored, reads, giveaways, watched),
             of_tokens=at_rate(token_values, kind[documents], data.group[documents], kinds, fpr=settings.fpr),
-            of_texts=of_texts,
+            of_texts=thresholds(highest, settings.fpr),
+            of_other_rates={rate: thresholds(dict.fromkeys(reads), rate) for rate in OTHER_RATES},
             precise=_precise(data, scored, settings),
         )
 
@@ -352,8 +358,11 @@ class TrainingMeasurement:
             "words_under_chance": judge(self.baselines["words"][:, p], labels, data.group).under_chance,
             "found": self._share_over(scores, threshold, own & (known == 1)),
             "near_over": self._share_over(scores, threshold, own & (known == 0)),
+            "at_rates": [self._at_other(p, rate, own & (known >= 0), known) for rate in OTHER_RATES],
             "found_in_text": self._share_over(scores, threshold, data.is_of(CARRIED) & (known == 1)),
             "carried": judge(scores, np.where(data.is_of(CARRIED), known, -1), data.group).as_dict(),
+            "against_ordinary": self._against_ordinary(p, own),
+            "carried_against_ordinary": self._against_ordinary(p, data.is_of(CARRIED)),
             "pairs_in_order": self._in_order(scores, labels),
             "baselines": {name: number(auroc_labelled(self.baselines[name][:, p], labels)) for name in BASELINES},
             "shuffled": number(float(self.shuffled[p])),
@@ -391,6 +400,19 @@ class TrainingMeasurement:
     def _share_over(self, scores: Doubles, threshold: np.floating[Any], use: Mask) -> dict[str, Any]:
         use = use & ~np.isnan(scores)
         return share(scores[use] > threshold, self.data.group[use])
+
+    def _at_other(self, p: int, rate: float, own: Mask, known: np.ndarray) -> dict[str, Any]:
+        """Return what is found, and which near misses are over it, at the threshold of another rate."""
+        limit, scores = np.float32(self.of_other_rates[rate][self.reads[p]][p].threshold), self.score(p)
+        shares = [self._share_over(scores, limit, own & (known == side)) for side in (1, 0)]
+        return {"rate": rate, "found": shares[0], "near_over": shares[1]}
+
+    def _against_ordinary(self, p: int, texts: Mask) -> dict[str, Any]:
+        """AUROC of these texts with the concept against ordinary text that is known to be without it."""
+        known = self.data.text_known[:, p]
+        plain = self.data.is_of(ORDINARY) & (known == 0)
+        labels = np.where(texts & (self.data.judged[:, p] == 1), 1, np.where(plain, 0, -1))
+        return judge(self.score(p), labels.astype(np.int8), self.data.group).as_dict()
 
     def _in_order(self, scores: Doubles, labels: np.ndarray) -> dict[str, Any]:
         """Share of groups with one text of each side in which the text with the concept scores higher."""

@@ -12,7 +12,7 @@ prompts, users and tools are ordinary text, too.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from importlib.resources import files
@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from probemon.errors import ChatRefused
+from probemon.errors import ChatRefused, TrainingError
 from probemon.host.chat_dates import CHAT_DATE
 from probemon.host.chat_template import render as render_chat
 from probemon.lab.training.examples import Example
@@ -44,6 +44,20 @@ class Ordinary:
     @property
     def kinds(self) -> tuple[str, ...]:
         return tuple(dict.fromkeys(kind for kind, _ in self.measured))
+
+    def unknown(self, kinds_of: Mapping[str, Sequence[str]], concepts: Collection[str]) -> Ordinary:
+        """Return these, of which kinds are unknown for some concepts. Raises `TrainingError` for unknown names."""
+        for id, kinds in kinds_of.items():
+            if id not in concepts:
+                raise TrainingError(f"unknown_in names the concept {id!r}, which no example has")
+            for kind in kinds:
+                if kind not in self.kinds:
+                    raise TrainingError(f"unknown_in names the kind {kind!r}: give one of {', '.join(self.kinds)}")
+        may_have = {kind: [id for id, kinds in kinds_of.items() if kind in kinds] for kind in self.kinds}
+        measured = [
+            (kind, replace(example, unsure=(*example.unsure, *may_have[kind]))) for kind, example in self.measured
+        ]
+        return replace(self, measured=measured)
 
 
 def sources() -> dict[str, Any]:
@@ -72,12 +86,23 @@ def _example(kind: str, number: int, row: Mapping[str, Any]) -> Example:
     return Example(where, row.get("text", ""), messages=messages, group=f"ordinary {kind} {number}")
 
 
-def ordinary(tokenizer: Any, *, texts: int = TEXTS, seed: int = 0) -> Ordinary:
-    """Draw about `texts` texts, equally of all kinds, and what else training takes from the corpus."""
+def ordinary(
+    tokenizer: Any, *, texts: int = TEXTS, seed: int = 0, read: Mapping[str, Mapping[str, bool | None]] | None = None
+) -> Ordinary:
+    """Draw about `texts` texts, equally of all kinds, and what else training takes from the corpus.
+
+    `read`: of texts that were read, by group, concepts that they have, or (None) may have. Then only these are drawn.
+    """
     generator = np.random.default_rng([seed, 2])
     by_kind = {kind: [own[i] for i in generator.permutation(len(own))] for kind, own in corpus().items()}
+    if read is not None:
+        # Those that were read first, so that the others are carriers.
+        by_kind = {kind: sorted(own, key=lambda example: example.group not in read) for kind, own in by_kind.items()}
+        texts = min(texts, len(by_kind) * min(sum(one.group in read for one in own) for own in by_kind.values()))
     each = max(1, round(texts / len(by_kind)))
     measured = [(kind, example) for kind, own in by_kind.items() for example in own[:each]]
+    if read is not None:
+        measured = [(kind, _labelled(example, read[example.group or ""])) for kind, example in measured]
     rest = {kind: own[each:] for kind, own in by_kind.items()}
     template: list[Example] = []
     if getattr(tokenizer, "chat_template", None):
@@ -89,6 +114,11 @@ def ordinary(tokenizer: Any, *, texts: int = TEXTS, seed: int = 0) -> Ordinary:
         ]
     carriers = [example.text for kind, own in rest.items() if kind not in _CHATS for example in own]
     return Ordinary(measured, template, carriers)
+
+
+def _labelled(example: Example, concepts: Mapping[str, bool | None]) -> Example:
+    present = {id: True for id, there in concepts.items() if there}
+    return replace(example, labels=present, unsure=tuple(id for id in concepts if id not in present))
 
 
 def render_whole(example: Example, tokenizer: Any, chat_date: str = CHAT_DATE) -> Text:

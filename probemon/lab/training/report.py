@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from probemon.lab.training.baselines import BASELINES
-from probemon.lab.training.card import by_kind, needs, number, reads, verdict, warnings, works
+from probemon.lab.training.card import MERIT, by_kind, elsewhere, needs, number, reads, verdict, warnings, works
 from probemon.lab.training.dataset import ORDINARY, OWN, Dataset
 from probemon.lab.training.measured import TrainingMeasurement
 from probemon.util.harmless_text import clip
@@ -42,6 +42,8 @@ def report_html(name: str, data: Dataset, found: TrainingMeasurement, quality: M
         ],
         _tried(quality),
         needs(quality),
+        elsewhere(quality["concepts"], {id: clip(id, 40) for id in ids}),
+        MERIT,
     )
 
 

@@ -16,6 +16,7 @@ from probemon.core.baselines import refuse_baseline
 from probemon.core.probes import check_sites_once, is_recurrent, parse_site
 from probemon.errors import ConfigError
 from probemon.host.chat_dates import CHAT_DATE, parse_date
+from probemon.lab.training.carriers import MOST
 from probemon.lab.training.examples import ROLES
 from probemon.lab.training.ordinary import TEXTS
 from probemon.lab.training.state_store import BUDGET
@@ -38,6 +39,8 @@ class TrainingSettings:
     - `held_out`: by field of a row ("group", "author"), the values that are only tested on
     - `generate`: least texts of a concept; the model writes more, for training only
     - `ordinary`: about how many ordinary texts; 0 for none
+    - `unknown_in`: by concept, kinds of ordinary text that may have it
+    - `carried`: at most so many texts also train after the beginning of an ordinary text
     - `fpr`: rate of false alarms of alert thresholds on ordinary text, by token and by text
     - `precision`: of a second set, recommended if all concepts reach it
     - `states`: folder for hidden states, reused; `budget`: its size in bytes
@@ -52,6 +55,8 @@ class TrainingSettings:
     held_out: Mapping[str, Sequence[str]] = field(default_factory=dict)
     generate: int = 0
     ordinary: int = TEXTS
+    unknown_in: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    carried: int = MOST
     fpr: float = 0.01
     precision: float | None = None
     states: str | os.PathLike[str] | None = None
@@ -68,7 +73,7 @@ class TrainingSettings:
             check_choice("roles", role, ROLES)
         if not self.roles:
             raise ConfigError(f"roles is empty: give one or more of {', '.join(ROLES)}")
-        for name, least in (("budget", 1 << 20), ("seed", 0), ("generate", 0), ("ordinary", 0)):
+        for name, least in (("budget", 1 << 20), ("seed", 0), ("generate", 0), ("ordinary", 0), ("carried", 0)):
             check_count(name, getattr(self, name), least=least, remedy=f"give {least} or more")
         if self.aggregator is not None:
             refuse_baseline(self.aggregator, "watch is")
@@ -123,6 +128,8 @@ class TrainingSettings:
             "held_out": {name: list(values) for name, values in self.held_out.items()},
             "generate": self.generate,
             "ordinary": self.ordinary,
+            "unknown_in": {id: list(kinds) for id, kinds in self.unknown_in.items()},
+            "carried": self.carried,
             "fpr": self.fpr,
             "precision": self.precision,
             "budget": self.budget,

@@ -100,7 +100,7 @@ def train(
         model, tokenizer = load_model(model, "cpu", say)
     if tokenizer is None:
         raise ConfigError("tokenizer is missing: give it with a model that is loaded already")
-    job = _Job(model, tokenizer, settings, target, say, progress)
+    job = TrainingJob(model, tokenizer, settings, target, say, progress)
     if settings.generate:
         folder = settings.folder(target)
         examples = with_generated(
@@ -115,7 +115,7 @@ def train(
         )
     prepared_data = job.dataset(examples, elsewhere)
     with held(settings.folder(target)):
-        return job.finish(prepared_data, _model_id(model_id), name or target.name, licence, overwrite, report)
+        return job.finish(prepared_data, model_name(model_id), name or target.name, licence, overwrite, report)
 
 
 def check_report(report: Path, out: Path) -> None:
@@ -142,14 +142,23 @@ def _read(data: Any, settings: TrainingSettings, like: Examples | None = None) -
     return read_examples(data, exclusive=settings.exclusive, text_field=settings.text_field, like=like)
 
 
-def _model_id(name: str) -> str:
+def model_name(name: str) -> str:
     from probemon.bundled import MODEL_ID
 
     return MODEL_ID if name == "demo" else name
 
 
-class _Job:
-    """One training."""
+@dataclass(frozen=True)
+class Kept:
+    """The concepts of a training that its pack holds, by their places, with the card and the quality to write."""
+
+    places: Sequence[int]
+    card: str
+    quality: Mapping[str, Any]
+
+
+class TrainingJob:
+    """One training: `dataset` takes examples, `finish` trains on them and writes the pack."""
 
     def __init__(
         self,
@@ -167,17 +176,23 @@ class _Job:
         self.reader = TextReader(model, tokenizer, self.sites, Reading())
         self.dtype = torch.float32 if self.host.dtype == torch.float32 else torch.bfloat16
 
-    def dataset(self, examples: Examples, outside: Examples | None) -> Dataset:
-        n = self.settings.ordinary
+    def dataset(
+        self, examples: Examples, outside: Examples | None, read: Mapping[str, Mapping[str, bool | None]] | None = None
+    ) -> Dataset:
+        settings, plain = self.settings, None
+        if settings.ordinary:
+            plain = ordinary(self.tokenizer, texts=settings.ordinary, seed=settings.seed, read=read)
+            plain = plain.unknown(settings.unknown_in, examples.concepts)
         data = Dataset.of_examples(
             examples,
             self.reader,
-            ordinary=ordinary(self.tokenizer, texts=n, seed=self.settings.seed) if n else None,
+            ordinary=plain,
             outside=outside,
             held_out=self.settings.held_out,
             roles=self.settings.roles,
             chat_date=self.settings.chat_date,
             seed=self.settings.seed,
+            most_carried=self.settings.carried,
         )
         only_test = int((data.is_of(OWN) & (data.fold == OUTSIDE)).sum())
         if outside is not None and only_test and not self.settings.held_out:
@@ -200,7 +215,9 @@ class _Job:
         licence: str,
         overwrite: bool,
         report: str | os.PathLike[str] | None,
+        keep: Callable[[TrainingMeasurement, Mapping[str, Any]], Kept] | None = None,
     ) -> Trained:
+        """Read states, choose, fit, measure, and write the pack; `keep` says what of it."""
         states = read_states(
             data,
             self.reader,
@@ -219,8 +236,15 @@ class _Job:
         measurement = TrainingMeasurement.of(data, states, found, final, scored, self.settings, embeddings)
         quality = measurement.quality()
         page = report_html(name, data, measurement, quality)
-        text = card(name, data, quality, self.settings, model_id)
-        used = [site for site in self.sites if site in final.site_of]
+        if keep is None:
+            kept = Kept(range(len(data.concepts)), card(name, data, quality, self.settings, model_id), quality)
+        else:
+            kept = keep(measurement, quality)
+        place = torch.tensor(kept.places, dtype=torch.long)
+        site_of = [final.site_of[p] for p in kept.places]
+        used = [site for site in self.sites if site in site_of]
+        alert_sets = {name: torch.from_numpy(values)[place] for name, values in measurement.alert_sets.items()}
+        recommended = next(iter(alert_sets))
         pack = ProbePack.write(
             self.out,
             name=name,
@@ -231,20 +255,20 @@ class _Job:
                     "parents": list(concept.parents),
                     **({"definition": concept.definition} if concept.definition else {}),
                 }
-                for concept in data.concepts
+                for concept in (data.concepts[p] for p in kept.places)
             ],
-            weights=rounded(final.w, final.b, final.mean, self.dtype),
+            weights=rounded(final.w[place], final.b[place], final.mean[place], self.dtype),
             score_rule=PATH if data.is_tree else INDEPENDENT,
             inputs=[{"site": spec.site, "norm": spec.norm, "eps": spec.eps} for spec in map(spec_of, used)],
-            input_index=torch.tensor([used.index(site) for site in final.site_of]),
+            input_index=torch.tensor([used.index(site) for site in site_of]),
             host=manifest_host(self.host, model_id),
             licence=licence,
-            card=text,
-            alert_threshold=torch.from_numpy(next(iter(measurement.alert_sets.values()))),
-            alert_set=next(iter(measurement.alert_sets)),
-            alert_sets={name: torch.from_numpy(values) for name, values in list(measurement.alert_sets.items())[1:]},
-            aggregated=measurement.aggregated or None,
-            score_counts=measurement.score_counts,
+            card=kept.card,
+            alert_threshold=alert_sets.pop(recommended),
+            alert_set=recommended,
+            alert_sets=alert_sets,
+            aggregated={name: values[place] for name, values in measurement.aggregated.items()} or None,
+            score_counts={name: counts[place] for name, counts in measurement.score_counts.items()},
             familiar=[self._familiar(data, states, site) for site in used],
             golden_hidden=torch.stack([self._golden(data, states, site) for site in used], dim=1),
             provenance={
@@ -254,12 +278,12 @@ class _Job:
                 # only if a chat has a date
                 **({"chat_date": self.settings.chat_date} if any(text.reads_date for text in data.texts) else {}),
             },
-            quality=quality,
+            quality=kept.quality,
             overwrite=overwrite,
         )
         if report is not None:
             write_text_atomically(Path(report), page)
-        return Trained(pack, quality, page)
+        return Trained(pack, kept.quality, page)
 
     def _check_room(self, data: Dataset, states: States) -> None:
         """Raise `TrainingError` if the budget left a concept with too few texts."""

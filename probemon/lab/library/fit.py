@@ -1,0 +1,230 @@
+"""Fits the library to a model, and keeps what holds on it.
+
+    fitted = fit("demo", "my-concepts/", concepts=["safety", "topic/society"])
+    fitted.of["threat"]             # Verdict(group="warned", reasons=...)
+
+A concept is kept by four figures, all of probes that did not see the text or its kind (`Bars`).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from probemon.core.hierarchy import Mask
+from probemon.errors import ConfigError, TrainingError
+from probemon.host.loading import load_model
+from probemon.lab.library.library import Library, LibraryConcept
+from probemon.lab.training.dataset import OWN
+from probemon.lab.training.evaluation import share
+from probemon.lab.training.example_files import Source, read_rows
+from probemon.lab.training.examples import Examples, read_examples
+from probemon.lab.training.measured import TrainingMeasurement
+from probemon.lab.training.settings import TrainingSettings
+from probemon.lab.training.state_store import held
+from probemon.lab.training.trainer import Kept, Trained, TrainingJob, check_report, model_name
+from probemon.packs.files import check_target
+
+WORKS, WARNED, MISSING = "works", "warned", "missing"
+ORDINARY, CARRIED = 780, 1_500  # texts
+YOURS = "yours"  # the author of added rows
+_ROLES = ("user", "assistant")
+
+
+@dataclass(frozen=True)
+class Bars:
+    """What a concept must reach to be kept.
+
+    - `ordinary`: AUROC of its texts against ordinary text; `found`: the share of them over the threshold of one alarm
+      in 100 ordinary texts
+    - `long`: AUROC of its texts, after other text, against ordinary text; not asked of concepts of whole texts
+    - `near`: AUROC against its near cases; from `warned` on it is kept with a warning
+    """
+
+    ordinary: float = 0.95
+    found: float = 0.5
+    long: float = 0.85
+    near: float = 0.7
+    warned: float = 0.6
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """`group`: `WORKS`, `WARNED` or `MISSING`; `reasons`: what it misses."""
+
+    group: str
+    reasons: Sequence[str] = ()
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """The pack, the verdict of each concept, and the quality of all of them, also of those left out."""
+
+    trained: Trained
+    of: Mapping[str, Verdict]
+    quality: Mapping[str, Any] = field(repr=False)
+
+
+def fit(
+    model: Any,
+    out: str | os.PathLike[str],
+    *,
+    tokenizer: Any = None,
+    library: Library | None = None,
+    concepts: Sequence[str] = (),
+    languages: Sequence[str] = (),
+    add: Source | Sequence[str | os.PathLike[str]] | None = None,
+    settings: TrainingSettings | None = None,
+    bars: Bars | None = None,
+    name: str | None = None,
+    model_id: str | None = None,
+    overwrite: bool = False,
+    report: str | os.PathLike[str] | None = None,
+    outside: Sequence[Mapping[str, Any]] = (),
+    see: Callable[[TrainingMeasurement], object] = lambda measurement: None,
+    say: Callable[[str], None] = lambda line: None,
+    progress: Callable[[int, int], object] = lambda n, total: None,
+) -> Fitted:
+    """Train the library's concepts on a model, and write those that hold to the folder `out`.
+
+    - `concepts`: ids, families or domains, by default all; `languages`: of the texts, such as "en"
+    - `add`: rows of your own, as `train` takes them, of these concepts or of new ones
+    - `settings`: else `fit_settings()`
+    - `outside`: rows that only test; `see` gets the whole measurement
+
+    Raises `TrainingError`, also if no concept holds, `ConfigError`, `PackError`.
+    """
+    library = Library.open() if library is None else library
+    settings = fit_settings() if settings is None else settings
+    bars = Bars() if bars is None else bars
+    target = check_target(Path(out), overwrite)
+    if report is not None:
+        check_report(Path(report), target)
+    examples = examples_of(library, library.chosen(concepts), languages, add)
+    if isinstance(model, str):
+        model_id = model_id or model
+        model, tokenizer = load_model(model, "cpu", say)
+    if tokenizer is None:
+        raise ConfigError("tokenizer is missing: give it with a model that is loaded already")
+    job = TrainingJob(model, tokenizer, settings, target, say, progress)
+    tests = read_examples(list(outside), like=examples) if outside else None
+    data = job.dataset(examples, tests, read=_read(library, list(examples.concepts)))
+    verdicts: dict[str, Verdict] = {}
+    whole: dict[str, Any] = {}
+
+    def keep(measurement: TrainingMeasurement, quality: Mapping[str, Any]) -> Kept:
+        from probemon.lab.library.card import library_card
+
+        see(measurement)
+        for p, (id, found) in enumerate(quality["concepts"].items()):
+            found["added"] = _of_added(measurement, p)
+            verdicts[id] = judge_concept(found, library.concepts.get(id), bars)
+        whole.update(quality)
+        places = [p for p, id in enumerate(quality["concepts"]) if verdicts[id].group != MISSING]
+        if not places:
+            raise TrainingError(
+                f"no concept of {len(verdicts)} holds on this model: {_first_reasons(verdicts)}. Try other layers"
+                " (--layers) or a larger model"
+            )
+        kept = {id: found for id, found in quality["concepts"].items() if verdicts[id].group != MISSING}
+        text = library_card(name or target.name, library, quality, verdicts, bars, model_name(model_id or ""))
+        of_library = {"name": library.about["name"], "version": library.about["version"]}
+        return Kept(places, text, {**quality, "concepts": kept, "library": of_library})
+
+    with held(settings.folder(target)):
+        trained = job.finish(
+            data,
+            model_name(model_id or ""),
+            name or target.name,
+            library.about["licence"],
+            overwrite,
+            report,
+            keep,
+        )
+    return Fitted(trained, verdicts, whole)
+
+
+def fit_settings(**options: Any) -> TrainingSettings:
+    """Return settings for the library: more ordinary texts than `train`, fewer texts in carriers."""
+    return TrainingSettings(**{"ordinary": ORDINARY, "carried": CARRIED, "roles": _ROLES, **options})
+
+
+def examples_of(
+    library: Library,
+    ids: Sequence[str],
+    languages: Sequence[str] = (),
+    add: Source | Sequence[str | os.PathLike[str]] | None = None,
+) -> Examples:
+    """Return the library's examples of these concepts, with rows of one's own."""
+    rows = [*_declared(library, ids), *library.rows(ids, languages)]
+    if add is not None:
+        added = [{**row, "author": YOURS} for _, row in read_rows(add)]
+        if not added:
+            raise TrainingError("the added file has no rows: give texts with labels, or leave it out")
+        rows += added
+    examples = read_examples(rows)
+    known = examples.known()
+    without = [id for p, id in enumerate(examples.concepts) if not (known[:, p] == 1).any()]
+    if without:
+        raise TrainingError(f"no text in the languages {', '.join(languages)} has {without[0]!r}: choose others")
+    return examples
+
+
+def _declared(library: Library, ids: Sequence[str]) -> Iterable[dict[str, Any]]:
+    """Yield the concepts as rows, so that they stand in the library's order, with their definitions."""
+    for id in ids:
+        concept = library.concepts[id]
+        yield {"id": id, "name": f"{concept.path}/{concept.name}", "definition": concept.definition, "examples": []}
+
+
+def _read(library: Library, ids: Sequence[str]) -> dict[str, dict[str, bool | None]] | None:
+    """Return which of these concepts stand in ordinary texts (`ordinary`'s `read`); None if nobody read any."""
+    found: dict[str, dict[str, bool | None]] = {}
+    for (kind, number), (present, unsure) in library.of_ordinary.items():
+        told: dict[str, bool | None] = {id: True for id in present if id in ids}
+        told |= {id: None for id in unsure if id in ids}
+        found[f"ordinary {kind} {number}"] = told
+    return found or None
+
+
+def judge_concept(found: Mapping[str, Any], concept: LibraryConcept | None, bars: Bars) -> Verdict:
+    """Judge the quality of a concept by bars; one that is not the library's counts as one of a span."""
+    reasons = []
+    if (found["against_ordinary"]["auroc"] or 0) < bars.ordinary:
+        reasons.append(f"against ordinary text {_number(found['against_ordinary']['auroc'])}")
+    if (found["found"]["rate"] or 0) < bars.found:
+        reasons.append(f"finds {found['found']['count']} of {found['found']['n']}")
+    long = found["carried_against_ordinary"]["auroc"]
+    if long is not None and long < bars.long and (concept is None or concept.reading == "span"):
+        reasons.append(f"in other text {long:.2f}")
+    near = 0.5 if found["beside_ordinary"] or found["auroc"] is None else found["auroc"]
+    if near < bars.warned:
+        reasons.append(f"near cases {near:.2f}")
+    if reasons:
+        return Verdict(MISSING, reasons)
+    return Verdict(WORKS) if near >= bars.near else Verdict(WARNED, [f"near cases {near:.2f}"])
+
+
+def _of_added(measurement: TrainingMeasurement, p: int) -> dict[str, Any] | None:
+    """Return the share found of added texts with a concept; None without any."""
+    data = measurement.data
+    own: Mask = np.asarray([example.fields.get("author") == YOURS for example in data.examples], dtype=bool)
+    use = own & data.is_of(OWN) & (data.fold >= 0) & (data.judged[:, p] == 1)
+    scores = measurement.score(p)
+    use &= ~np.isnan(scores)
+    if not use.any():
+        return None
+    return share(scores[use] > np.float32(measurement.text_rate(p).threshold), data.group[use])
+
+
+def _first_reasons(verdicts: Mapping[str, Verdict]) -> str:
+    return "; ".join(f"{id}: {', '.join(verdict.reasons)}" for id, verdict in list(verdicts.items())[:3])
+
+
+def _number(value: float | None) -> str:
+    return "unknown" if value is None else f"{value:.2f}"

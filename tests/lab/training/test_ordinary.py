@@ -8,7 +8,9 @@ import pytest
 
 from corpora import make_tokenizer
 from probemon.bundled import load_bundled
+from probemon.errors import TrainingError
 from probemon.lab.training import ordinary as ordinary_module
+from probemon.lab.training.dataset import _ordinary
 from probemon.lab.training.examples import Example
 from probemon.lab.training.ordinary import LONGEST, corpus, ordinary, render_whole, sources
 from probemon.lab.training.words import words_in
@@ -37,6 +39,25 @@ def test_texts_are_drawn_equally_of_all_kinds_and_carriers_are_others():
     assert not texts & set(chosen.carriers) and len(chosen.carriers) > 2_000
     again, other = (ordinary(make_tokenizer(), texts=104, seed=seed) for seed in (3, 4))
     assert again == chosen and other != chosen
+
+
+def test_a_kind_that_may_have_a_concept_neither_trains_nor_sets_its_threshold():
+    chosen = ordinary(make_tokenizer(), texts=104).unknown({"promotion": ["advert", "review"]}, ["promotion", "joy"])
+    for kind, example in chosen.measured:
+        assert example.unsure == (("promotion",) if kind in ("advert", "review") else ())
+    labelled = _ordinary(Example("here", "a text", unsure=("promotion",)), {"joy": 0, "promotion": 1})
+    assert labelled.labels == {"joy": False}
+    for wrong, named in (({"fun": ["advert"]}, "the concept 'fun'"), ({"joy": ["poem"]}, "the kind 'poem'")):
+        with pytest.raises(TrainingError, match=named):
+            ordinary(make_tokenizer(), texts=104).unknown(wrong, ["joy"])
+
+
+def test_texts_that_were_read_are_drawn_with_what_stands_in_them():
+    read = {f"ordinary {kind} {n}": {"joy": True, "fear": None} for kind in sources()["kinds"] for n in (1, 2)}
+    chosen = ordinary(make_tokenizer(), texts=104, read=read)
+    assert {example.group for _, example in chosen.measured} == set(read)
+    labelled = _ordinary(chosen.measured[0][1], {"anger": 0, "fear": 1, "joy": 2})
+    assert labelled.labels == {"anger": False, "joy": True}
 
 
 @pytest.fixture(scope="module")

@@ -29,7 +29,7 @@ from probemon.errors import ConfigError, TrainingError
 
 LIBRARY, CONCEPTS, ORDINARY = "library.yaml", "concepts.yaml", "ordinary.jsonl"
 TEXTS, TESTS = "texts", "tests"
-READINGS = ("span", "text")
+_BY_SOURCE = ("topic", "kind", "language", "code")
 Row = dict[str, Any]
 
 
@@ -56,6 +56,11 @@ class LibraryConcept:
     @property
     def domain(self) -> str:
         return self.path.split("/")[0]
+
+    @property
+    def by_source(self) -> bool:
+        """Whether its texts are labelled by what they are, so that words may tell it."""
+        return self.domain in _BY_SOURCE
 
     @property
     def full(self) -> str:

@@ -58,7 +58,12 @@ class Vocabulary:
     @classmethod
     def of(cls, texts: Sequence[str]) -> Vocabulary:
         """Build from training texts."""
-        counts = Counter(word for text in texts for word in set(words_in(text)))
+        return cls.of_units([words_in(text) for text in texts])
+
+    @classmethod
+    def of_units(cls, texts: Sequence[Sequence[str]]) -> Vocabulary:
+        """Build from training texts as words, or other units."""
+        counts = Counter(word for words in texts for word in set(words))
         # independent of set order
         ranked = sorted(((-n, word) for word, n in counts.items() if n > 1))[:_MOST_WORDS]
         return cls(
@@ -68,9 +73,13 @@ class Vocabulary:
 
     def features(self, texts: Sequence[str]) -> Sparse:
         """Return TF-IDF rows `[S, V]` of unit length, by 1 + log count."""
+        return self.features_of([words_in(text) for text in texts])
+
+    def features_of(self, texts: Sequence[Sequence[str]]) -> Sparse:
+        """Return the rows of texts as units."""
         row, column, value = [], [], []
-        for i, text in enumerate(texts):
-            counts = Counter(word for word in words_in(text) if word in self.place)
+        for i, words in enumerate(texts):
+            counts = Counter(word for word in words if word in self.place)
             weights = {self.place[word]: (1 + math.log(n)) * self.idf[self.place[word]] for word, n in counts.items()}
             length = math.sqrt(sum(v * v for v in weights.values())) or 1.0
             for place in sorted(weights):

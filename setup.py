@@ -1,6 +1,6 @@
-"""Put the default pack, of which the repository has one copy in probes/, into wheels and source archives.
+"""Put what stands once in probes/, the default pack and the library of concepts, into wheels and source archives.
 
-Everything else about the package is said in pyproject.toml. An editable installation reads the pack where it is.
+Everything else about the package is said in pyproject.toml. An editable installation reads both where they are.
 """
 
 from pathlib import Path
@@ -8,31 +8,31 @@ from pathlib import Path
 from setuptools import setup
 from setuptools.command.build_py import build_py
 
-PACK = Path("probes/wordnet-smollm2-135m")
+FOLDERS = (Path("probes/wordnet-smollm2-135m"), Path("probes/library"))
 
 
-class BuildWithPack(build_py):
-    """Builds the package with the files of the pack as `probemon/probes/NAME/...`."""
+class BuildWithProbes(build_py):
+    """Builds the package with the files of these folders as `probemon/probes/NAME/...`."""
 
     def run(self) -> None:
         super().run()
         if not self.editable_mode:
-            for source, built in self._pack_files().items():
+            for source, built in self._files().items():
                 self.mkpath(str(Path(built).parent))
                 self.copy_file(source, built)
 
     def get_outputs(self, include_bytecode: bool = True) -> list[str]:
         """Name the files that a build makes."""
-        return [*super().get_outputs(include_bytecode), *self._pack_files().values()]
+        return [*super().get_outputs(include_bytecode), *self._files().values()]
 
     def get_source_files(self) -> list[str]:
         """Name the files that a source archive must hold."""
-        return [*super().get_source_files(), *self._pack_files()]
+        return [*super().get_source_files(), *self._files()]
 
-    def _pack_files(self) -> dict[str, str]:
-        """Return where each file of the pack is built, by where it is."""
-        files = sorted(PACK.iterdir())
+    def _files(self) -> dict[str, str]:
+        """Return where each file is built, by where it is."""
+        files = sorted(file for folder in FOLDERS for file in folder.rglob("*") if file.is_file())
         return {str(file): str(Path(self.build_lib, "probemon", file)) for file in files}
 
 
-setup(cmdclass={"build_py": BuildWithPack})
+setup(cmdclass={"build_py": BuildWithProbes})

@@ -85,9 +85,9 @@ def tests() -> tuple[list[Row], list[Row]]:
         if row["genre"] == _INSERT:
             if row["group"] not in carriers:  # both twins stand at the same place of the same text
                 texts = modules if _CODE in row["group"] else (news, letters)[len(carriers) % 2]
-                parts, separator = _parts(texts[len(carriers) // 2], rng, is_code=texts is modules)
+                parts, separator = parts_of(texts[len(carriers) // 2], rng, is_code=texts is modules)
                 carriers[row["group"]] = parts, max(1, int(len(parts) * rng.uniform(0.3, 0.75))), separator
-            long.append(_inserted(row, *carriers[row["group"]]))
+            long.append(in_text(row, *carriers[row["group"]]))
     return short, long
 
 
@@ -96,7 +96,8 @@ def _unmarked(row: Row) -> Row:
     return row if spans is None else {**row, "labels": [spans[0]["concept"]]}
 
 
-def _parts(text: str, rng: random.Random, *, is_code: bool) -> tuple[list[str], str]:
+def parts_of(text: str, rng: random.Random, *, is_code: bool) -> tuple[list[str], str]:
+    """Return the pieces of an ordinary text, between which an example may stand, and what joins them."""
     if is_code:
         begin = text.find("\n", len(text) // 3) + 1
         return text[begin : begin + 1_900].split("\n"), "\n"
@@ -104,14 +105,16 @@ def _parts(text: str, rng: random.Random, *, is_code: bool) -> tuple[list[str], 
     return " ".join(words).replace(". ", ".\n").split("\n"), " "
 
 
-def _inserted(row: Row, parts: list[str], at: int, separator: str) -> Row:
+def in_text(row: Row, parts: list[str], at: int, separator: str) -> Row:
+    """Return a row whose text, or last turn, stands between the pieces of an ordinary text."""
+
     def whole(said: str) -> str:
         return separator.join([*parts[:at], said, *parts[at:]])
 
     if "text" in row:
         return {**row, "text": whole(row["text"])}
-    user, assistant = row["messages"]
-    return {**row, "messages": [user, {**assistant, "content": whole(assistant["content"])}]}
+    *before, last = row["messages"]  # the turn with the concept, or its twin
+    return {**row, "messages": [*before, {**last, "content": whole(last["content"])}]}
 
 
 def real_kinds() -> dict[str, list[str]]:

@@ -75,15 +75,23 @@ def show(concept: Annotated[str, typer.Argument(metavar="CONCEPT")], folder: Fol
 
 @library.command("lint")
 def lint_(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="Rows of one concept, as in the library's files.")],
+    file: Annotated[
+        Path | None, typer.Argument(metavar="[FILE]", help="Rows of one concept. Without it: the whole library.")
+    ] = None,
     concept: Annotated[str, typer.Option(help="The concept; else the file's name.")] = "",
+    folder: Folder = None,
     as_json: opt.AsJson = False,
 ) -> None:
     """Check texts of a concept: pairs, marks, lengths, and what gives a side away. Ends with 1 if a check fails."""
-    from probemon.lab.library.lint import lint
+    from probemon.lab.library.lint import lint, problems
     from probemon.lab.training.example_files import read_rows
 
-    id, opened = concept or file.stem, _open(None)
+    opened = _open(folder)
+    if file is None:
+        found = problems(opened)
+        answer({"problems": found}) if as_json else say(*(found or ["no problem"]))
+        raise typer.Exit(int(bool(found)))
+    id = concept or file.stem
     known = opened.concepts.get(id)
     findings = lint([row for _, row in read_rows(file)], id, by_words=known is not None and known.by_source)
     if as_json:

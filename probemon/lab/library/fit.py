@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from probemon.core.aggregate import Max
 from probemon.core.hierarchy import Mask
 from probemon.errors import ConfigError, TrainingError
 from probemon.host.loading import load_model
@@ -134,7 +135,11 @@ def fit(
         kept = {id: found for id, found in quality["concepts"].items() if verdicts[id].group != MISSING}
         text = library_card(name or target.name, library, quality, verdicts, bars, model_name(model_id or ""))
         of_library = {"name": library.about["name"], "version": library.about["version"]}
-        return Kept(places, text, {**quality, "concepts": kept, "library": of_library})
+        # Many concepts are shown at once, so a token is compared at a rate by text, not by token.
+        by_text = {f"texts_{settings.fpr:g}": measurement.aggregated[str(Max())].numpy()}
+        alert_sets = {**by_text, **measurement.alert_sets}
+        written = {**quality, "concepts": kept, "library": of_library, "alert_sets": list(alert_sets)}
+        return Kept(places, text, written, alert_sets)
 
     with held(settings.folder(target)):
         trained = job.finish(

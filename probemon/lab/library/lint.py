@@ -2,6 +2,7 @@
 
     findings = lint(rows, "threat")        # rows as in the library's files
     [finding for finding in findings if not finding.holds]
+    problems(library)                      # of a whole library: what must not be
 
 A pair should differ in the concept alone. What tells its sides apart without it (words, characters, punctuation,
 length) is what a probe would learn instead.
@@ -18,7 +19,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from probemon.lab.training.groups import split_groups
+from probemon.lab.library.library import TESTS, TEXTS, Library
+from probemon.lab.training.groups import group_texts, split_groups
 from probemon.lab.training.logistic import Targets, fit_logistic, logits
 from probemon.lab.training.metrics import auroc_of
 from probemon.lab.training.words import Vocabulary, words_in
@@ -27,6 +29,8 @@ _FOLDS, _PENALTY = 5, 0.01
 _LEAST = 6  # texts with a word that gives a side away
 _SHORT = 20  # characters, of which two texts may have the same
 _SPREAD = 0.25  # of the words of the longer side
+_REAL = re.compile(r"(?:https?://|www\.|(?<=[\w.])@)((?:[A-Za-z0-9-]+\.)+[A-Za-z]{2,})")  # a domain
+_CARD = re.compile(r"(?<![\d-])[3-6](?:[ -]?\d){12,18}(?![\d-])")
 _ID = re.compile(r"[a-z0-9_]+-[a-z0-9]+-[0-9]{3}[pn]")
 Row = Mapping[str, Any]
 
@@ -69,6 +73,50 @@ def lint(rows: Sequence[Row], concept: str, *, by_words: bool = False) -> list[F
     one_sided = _one_sided(words, side)
     findings.append(Finding("words of one side", ", ".join(one_sided) or "none", "none", not one_sided))
     return findings
+
+
+def problems(library: Library) -> list[str]:
+    """Return what is wrong with a library: sentences.
+
+    Marks and labels of every row, tests that are near copies of what trains, domains that may be real, card numbers
+    that are valid.
+    """
+    found, contents, parts = list[str](), list[str](), list[str]()
+    for part in (TEXTS, TESTS):
+        for id in library.concepts:
+            rows = list(library.raw(part, id))
+            for finding in (_of_marks(rows, id), _of_labels(rows)):
+                if not finding.holds:
+                    found.append(f"{part}/{id}: {finding.check}: {finding.found}")
+            for row in rows:
+                text = said(row)
+                unknown = {*row["present"], *row["absent"], *row["unsure"]} - set(library.concepts)
+                found += [f"{row['id']}: {name} is not in the library" for name in sorted(unknown)]
+                found += [f"{row['id']}: {name} may be real" for name in _REAL.findall(text) if not _invented(name)]
+                found += [f"{row['id']}: {number} is a valid card number" for number in _valid_cards(text)]
+                contents.append(text)
+                parts.append(f"{part} {row['id']}")
+    numbers = group_texts(contents, [None] * len(contents))
+    trains = {number: name for number, name in zip(numbers.tolist(), parts, strict=True) if name.startswith(TEXTS)}
+    for number, name in zip(numbers.tolist(), parts, strict=True):
+        if name.startswith(TESTS) and number in trains:
+            found.append(f"{name.split()[1]}, which tests, is a near copy of {trains[number].split()[1]}, which trains")
+    return found
+
+
+def _invented(domain: str) -> bool:
+    return domain.lower().rsplit(".", 1)[-1] in ("example", "invalid", "test", "localhost")
+
+
+def _valid_cards(text: str) -> list[str]:
+    """Return card numbers whose check digit is right (Luhn)."""
+    found = []
+    for match in _CARD.findall(text):
+        digits = [int(digit) for digit in re.sub(r"\D", "", match)][::-1]
+        doubled = [2 * digit - 9 * (digit > 4) for digit in digits[1::2]]
+        if (sum(digits[::2]) + sum(doubled)) % 10 == 0:
+            found.append(match)
+    return found
 
 
 def said(row: Row) -> str:

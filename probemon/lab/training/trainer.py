@@ -20,6 +20,7 @@ import transformers
 
 from probemon.core.familiarity import Familiar
 from probemon.core.score_rules import INDEPENDENT, PATH
+from probemon.core.scores import Floats
 from probemon.errors import ConfigError, TrainingError
 from probemon.host.identity import manifest_host
 from probemon.host.loading import load_model
@@ -150,11 +151,12 @@ def model_name(name: str) -> str:
 
 @dataclass(frozen=True)
 class Kept:
-    """The concepts of a training that its pack holds, by their places, with the card and the quality to write."""
+    """What a pack holds of a training: concepts, by their places, card, quality, and alert thresholds `[P]` by set."""
 
     places: Sequence[int]
     card: str
     quality: Mapping[str, Any]
+    alert_sets: Mapping[str, Floats]
 
 
 class TrainingJob:
@@ -237,13 +239,14 @@ class TrainingJob:
         quality = measurement.quality()
         page = report_html(name, data, measurement, quality)
         if keep is None:
-            kept = Kept(range(len(data.concepts)), card(name, data, quality, self.settings, model_id), quality)
+            text = card(name, data, quality, self.settings, model_id)
+            kept = Kept(range(len(data.concepts)), text, quality, measurement.alert_sets)
         else:
             kept = keep(measurement, quality)
         place = torch.tensor(kept.places, dtype=torch.long)
         site_of = [final.site_of[p] for p in kept.places]
         used = [site for site in self.sites if site in site_of]
-        alert_sets = {name: torch.from_numpy(values)[place] for name, values in measurement.alert_sets.items()}
+        alert_sets = {name: torch.from_numpy(values)[place] for name, values in kept.alert_sets.items()}
         recommended = next(iter(alert_sets))
         pack = ProbePack.write(
             self.out,

@@ -50,7 +50,7 @@ BARS = {
     "mails_auroc": 0.990,
     "mails_under_pooled": 0.005,
     "pairs_minutes": 3,
-    "shuffled_share": 0.95,
+    "shuffled_off": 0.05,
 }
 
 
@@ -235,8 +235,9 @@ def claims(cases: dict[str, Any]) -> dict[str, Any]:
         found["pairs_minutes"] = cases["pairs"]["minutes"]
     shuffled = [concept["shuffled"] for case in cases.values() for concept in case.get("concepts", {}).values()]
     if shuffled:
-        found["shuffled_share"] = round(sum(0.45 <= area <= 0.55 for area in shuffled) / len(shuffled), 3)
-    at_least = ("mails_auroc", "shuffled_share", "safety_alarms_as_stated", "safety_long_over_mean_state")
+        # One alone, of forty pairs, is off by more than that by chance.
+        found["shuffled_off"] = round(abs(sum(shuffled) / len(shuffled) - 0.5), 3)
+    at_least = ("mails_auroc", "safety_alarms_as_stated", "safety_long_over_mean_state")
     return {
         name: {
             "value": value,

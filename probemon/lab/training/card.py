@@ -55,6 +55,8 @@ def verdict(quality: Quality) -> list[str]:
         )
     sentences.append(_of_alarms(quality))
     sentences.append(_of_words(concepts))
+    if behind := [id for id, one in concepts.items() if (one["over_mean state"]["high"] or 0) < 0]:
+        sentences.append(f"The mean hidden state of a text tells {_some(behind)} better than the probe.")
     elsewhere = {id: one["outside"] for id, one in concepts.items() if "outside" in one}
     if ahead := [id for id, one in elsewhere.items() if (one["over_words"]["low"] or 0) > 0]:
         gap = ", ".join(
@@ -190,7 +192,9 @@ def warnings(quality: Quality) -> list[str]:
 def reads(id: str, concept: Quality) -> str:
     """Return a sentence on what a probe seems to read, by what would do without it."""
     signs, base, words = [], concept["baselines"], ", ".join(f"“{word}”" for word in concept["giveaways"][:4])
-    auroc = concept["auroc"] or 0.5
+    if concept["auroc"] is None or concept["beside_ordinary"]:
+        return f"What `{id}` reads is not known: no text of yours is without it."
+    auroc = concept["auroc"]
     if words and concept["without_giveaways"] is not None and auroc - concept["without_giveaways"] > _LEANS:
         signs.append(f"words such as {words}, without which it has {concept['without_giveaways']:.2f}")
     elif words and (base["words"] or 0) >= auroc - 0.02:
@@ -200,6 +204,10 @@ def reads(id: str, concept: Quality) -> str:
     kind, by_kind = concept["alert_of_texts"]["worst"], concept["alert_of_texts"]["by_kind"]
     if kind and by_kind[kind]["alarms"] >= _TELLING:
         signs.append(f"something that {kind} has, too ({by_kind[kind]['alarms']} of {by_kind[kind]['n']} alarm)")
+    if not signs and (concept["low"] or 0) <= 0.5:
+        return f"`{id}` hardly tells your texts with it from those without: what it reads is not known."
+    if not signs and (base["embedding"] or 0) >= auroc - 0.02:
+        return f"`{id}` tells no more than the mean input embedding of a text does."
     if not signs:
         return f"`{id}` shows no sign of reading words, length or kinds of text instead of the concept."
     return f"`{id}` may read {'; '.join(signs)}."
@@ -224,7 +232,7 @@ def works(quality: Quality) -> tuple[list[str], list[list[str]]]:
         kind = alert["worst"]
         rows.append(
             [
-                id,
+                _cell(id),
                 one["reads"],
                 _threshold(alert),
                 _share(one["found"]),
@@ -250,7 +258,9 @@ def needs(quality: Quality) -> tuple[list[str], list[list[str]]]:
         spread = max(found * (1 - found), 0.05)
         share = max(n, round(3.84 * spread / _FOUND_WIDTH**2))
         if area > n or share > n:
-            rows.append([id, str(n), "enough" if area <= n else str(area), "enough" if share <= n else str(share)])
+            rows.append(
+                [_cell(id), str(n), "enough" if area <= n else str(area), "enough" if share <= n else str(share)]
+            )
     return heads, rows
 
 
@@ -268,7 +278,7 @@ def _until(holds: Any, n: int) -> int:
 def card(name: str, data: Dataset, quality: Quality, settings: TrainingSettings, model_id: str) -> str:
     """Return the card as Markdown."""
     concepts = dict(list(quality["concepts"].items())[:_SHOWN])
-    names = {concept.id: concept.name.replace("|", "\\|") for concept in data.concepts}
+    names = {concept.id: _cell(concept.name) for concept in data.concepts}
     lines = [f"# {name}", "", *(line for sentence in verdict(quality) for line in (sentence, ""))]
     sites = ", ".join(sorted({one["site"] for one in concepts.values()}))
     lines += [
@@ -279,11 +289,12 @@ def card(name: str, data: Dataset, quality: Quality, settings: TrainingSettings,
     lines += ["## What works", ""]
     lines.append(
         "Every text is judged by probes that saw neither it nor its group or pair, and ordinary text by probes that saw"
-        " none of its kind; the probes of this pack then learnt from all. A text's score is the highest running score"
-        f" over its tokens. Thresholds are set so that of ordinary texts {quality['fpr']:.1%} exceed them. *Finds*: the"
-        " share of your texts over the threshold (95 % interval); *after other text*: of the same that follow an"
-        " ordinary text; *near misses*: of your texts without the concept; *at 5 %* (`--fpr 0.05`): what another rate"
-        " would find, and near misses over it. Alarms on ordinary text are counted kind by kind, at thresholds set"
+        " none of its kind, but for chats in the model's own template; the probes of this pack then learnt from all. A"
+        " text's score is the highest running score over its tokens. Thresholds are set so that of ordinary texts"
+        f" {quality['fpr']:.1%} exceed them. *Finds*: the share of your texts over the threshold (95 % interval);"
+        " *after other text*: of the same that follow an ordinary text; *near misses*: of your texts without the"
+        " concept; *at 5 %* (`--fpr 0.05`): what another rate would find, and near misses over it. Alarms on ordinary"
+        " text are counted kind by kind, at thresholds set"
         f" without the kind; *under*: with 95 % confidence.{_too_short(quality)}"
     )
     lines += _table(*works(quality))
@@ -366,11 +377,16 @@ def _too_short(quality: Quality) -> str:
 def by_kind(quality: Quality, names: Mapping[str, str]) -> tuple[list[str], list[list[str]]]:
     """Return heads and rows of the table of alarms by kind of ordinary text, the worst kinds first."""
     concepts = dict(list(quality["concepts"].items())[:_KINDS])
-    rows = []
-    for kind in next(iter(concepts.values()))["alert_of_texts"]["by_kind"]:
-        rates = [one["alert_of_texts"]["by_kind"][kind] for one in concepts.values()]
-        rows.append([kind, str(rates[0]["n"]), *(str(rate["alarms"]) for rate in rates)])
-    rows.sort(key=lambda row: -max(map(int, row[2:])))
+    tables = [one["alert_of_texts"]["by_kind"] for one in concepts.values()]
+    kinds = dict.fromkeys(kind for table in tables for kind in table)
+    rows, most = [], {}
+    for kind in kinds:
+        rates = [table.get(kind) for table in tables]  # none if the kind may have the concept
+        known = [rate for rate in rates if rate]
+        most[kind] = max(rate["alarms"] for rate in known)
+        n = str(max(rate["n"] for rate in known))
+        rows.append([kind, n, *("–" if rate is None else str(rate["alarms"]) for rate in rates)])
+    rows.sort(key=lambda row: -most[row[0]])
     return ["kind", "texts", *(names[id] for id in concepts)], rows
 
 
@@ -475,6 +491,10 @@ def _share(entry: Quality, *, short: bool = False) -> str:
         return "–"
     found = f"{entry['count']} of {entry['n']}"
     return found if short else f"{found} ({entry['low']:.0%} to {entry['high']:.0%})"
+
+
+def _cell(name: str) -> str:
+    return name.replace("|", "\\|")
 
 
 def _rate(entry: Quality) -> str:

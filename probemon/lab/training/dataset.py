@@ -172,6 +172,7 @@ class Dataset:
         is_outside = _held_out(own, held_out or {}) | (np.arange(len(own)) >= len(examples.texts))
         # A whole group is outside if any of its texts is.
         is_outside = np.isin(groups.number, groups.number[is_outside])
+        _not_all(is_outside[: len(examples.texts)], held_out or {})
         trains = [i for i in range(len(examples.texts)) if not is_outside[i]]
         # Without character offsets a carrier's end cannot be found among the tokens.
         carriers = ordinary.carriers if getattr(tokenizer, "is_fast", False) else ()
@@ -276,6 +277,18 @@ class Dataset:
                 )
         for p in range(len(self.concepts)):
             self._check_absent(p)
+            self._check_benign(p)
+
+    def _check_benign(self, p: int) -> None:
+        """Thresholds come from ordinary texts, or, if there are none, from own ones, that are without the concept."""
+        from_ordinary = bool(self.is_of(ORDINARY).any())
+        origin = self.is_of(ORDINARY) if from_ordinary else self.is_of(OWN) & (self.fold >= 0)
+        if not (origin & (self.text_known[:, p] == 0)).any():
+            raise TrainingError(
+                f"no {'ordinary text' if from_ordinary else 'text'} is known to be without {self.concepts[p].id!r} as a"
+                " whole, so its threshold cannot be set: "
+                + ("leave a kind to it (unknown_in)" if from_ordinary else "give texts in 'not', or ordinary text")
+            )
 
     def _check_absent(self, p: int) -> None:
         id, parents = self.concepts[p].id, self.concepts[p].parents
@@ -292,6 +305,12 @@ class Dataset:
                 " and near duplicates count once), which is too few to learn from and to judge on: give more in 'not',"
                 " counterexamples, or ordinary text"
             )
+
+
+def _not_all(is_outside: Mask, held_out: Mapping[str, Sequence[str]]) -> None:
+    if held_out and is_outside.all():
+        names = ", ".join(f"{name}={value}" for name, values in held_out.items() for value in values)
+        raise TrainingError(f"{names} holds out every text, with its group: nothing is left to train on")
 
 
 def _ordinary(example: Example, place: Mapping[str, int]) -> Example:

@@ -29,7 +29,7 @@ from probemon.util.yaml_text import read_yaml
 
 _JSON, _TABLES, _YAML = (".jsonl", ".ndjson", ".json"), (".csv", ".tsv"), (".yaml", ".yml")
 _LONGEST_CELL = 1 << 30  # csv's default is too low for long texts
-_LIST_SEPARATOR, _LISTS = ";", ("label", "labels", "not")  # in cells of a table
+_LIST_SEPARATOR, _LISTS = ";", ("label", "labels", "not", "present", "absent", "unsure")  # in cells of a table
 Source = str | os.PathLike[str] | Iterable[Mapping[str, Any]]
 
 

@@ -50,14 +50,14 @@ ROLES = ("user", "assistant", "system", "developer", "tool")
 _CONCEPT_KEYS = {"id", "name", "definition", "parents", "examples", "counterexamples"}
 _ROW_KEYS = (
     "text", "label", "labels", "present", "not", "absent", "unsure", "group", "spans", "rest", "messages", "positive",
-    "negative", "concept",
+    "negative", "concept", "tools",
 )  # fmt: skip
 _INSTRUCT = ("system", "developer")
 _NO_NAMES = {"0", "1", "true", "false", "yes", "no"}  # not names of concepts
 _SPAN_KEYS = {"start", "end", "concept", "is", "turn"}
 # Fields that contradict each other.
 _ALONE = {
-    "positive": ("text", "messages", "spans", "rest", "label", "labels", "not", "present", "absent"),
+    "positive": ("text", "messages", "spans", "rest", "label", "labels", "not", "present", "absent", "unsure"),
     "messages": ("text",),
     "label": ("labels", "present"),
     "labels": ("present",),
@@ -290,9 +290,10 @@ def _closed(
                 if other not in present:
                     labels.setdefault(other, False)
     unsure = tuple(dict.fromkeys(other for id in example.unsure for other in follows[False][id]))
-    said = [id for id in example.unsure if id in example.labels or id in span_concepts]
+    said = [id for id in unsure if id in example.labels or id in span_concepts]
     if said:
-        raise TrainingError(f"{example.where}: {said[0]!r} is in 'unsure' and is labelled: give one of them")
+        below = "" if said[0] in example.unsure else f", which is below {example.unsure[0]!r},"
+        raise TrainingError(f"{example.where}: {said[0]!r}{below} is in 'unsure' and is labelled: give one of them")
     labels = {id: is_present for id, is_present in labels.items() if id not in unsure}
     return replace(example, labels=labels, spans=spans, outside=outside, unsure=unsure)
 
@@ -432,7 +433,8 @@ def _pair(row: Mapping[str, Any], where: str, group: str | None, fields: Mapping
         if isinstance(row[side], str):
             sides[side] = Example(where, _text(row, side, where))
         else:
-            sides[side] = Example(where, messages=_messages(row[side], where))
+            tools = tuple(_list(row.get("tools") or [], "tools", where))
+            sides[side] = Example(where, messages=_messages(row[side], where), tools=tools)
     contents = [side.content for side in sides.values()]
     if contents[0].split() == contents[1].split():
         raise TrainingError(f"{where}: both texts of the pair are the same, so it shows nothing of {concept!r}")

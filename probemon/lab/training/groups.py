@@ -26,6 +26,7 @@ from probemon.lab.training.words import words_in
 
 NEAR = 0.7
 TWIN = 0.4
+SURELY = 0.75  # of one that is the nearest of several
 _WIDTH, _LOOKED, _AT_ONCE = 1024, 3, 1024  # of hashed words; candidates of a text; texts compared at once
 _SHINGLE = 3  # words
 
@@ -85,7 +86,8 @@ def twins(texts: Sequence[str], known: npt.NDArray[np.int8]) -> list[tuple[int, 
     """Return pairs of texts that differ in little but a concept: one has it, the other is known to lack it.
 
     Each is the other's nearest among texts of unlike labels, by the words both have, or what they begin and end with,
-    and they share at least `TWIN` of the longer one.
+    and they share at least `TWIN` of the longer one; or they share `SURELY`, so that several edits of one text are its
+    twins.
     """
     words = [Counter(words_in(text)) for text in texts]
     present, absent = (torch.from_numpy((known == side).astype(np.float32)) for side in (1, 0))
@@ -103,7 +105,7 @@ def twins(texts: Sequence[str], known: npt.NDArray[np.int8]) -> list[tuple[int, 
                     best[i], other[i] = share, j
     found = []
     for i, j in enumerate(other.tolist()):
-        if j > i and other[j] == i and best[i] >= TWIN:
+        if (j > i and other[j] == i and best[i] >= TWIN) or (other[j] != i and best[i] >= SURELY):
             found.append((i, j))
     return found
 

@@ -189,9 +189,12 @@ class TrainingMeasurement:
         elsewhere = by_final(states, data, final, data.fold == OUTSIDE)
         own_watch = settings.aggregator
         watched = {str(aggregator): aggregator for aggregator in (*WATCHED, *([own_watch] if own_watch else []))}
-        highest = {}
+        highest, too_short = {}, dict[str, Mask]()
+        lengths = np.bincount(scored.document, minlength=n_texts)
         for name, aggregator in watched.items():
             highest[name] = scored.highest(aggregator, n_texts)
+            if isinstance(aggregator, RollingLogit):
+                too_short[name] = 2 * lengths < aggregator.n
             if elsewhere is not None:
                 highest[name] = np.where(
                     (data.fold == OUTSIDE)[:, None], elsewhere.highest(aggregator, n_texts), highest[name]
@@ -212,10 +215,17 @@ class TrainingMeasurement:
         documents = scored.document[tokens]
         text_places = np.flatnonzero(benign & states.kept)
 
+        nowhere = np.zeros(n_texts, dtype=bool)
+
         def thresholds(names: Iterable[str], fpr: float) -> dict[str, list[Rate]]:
             return {
                 name: at_rate(
-                    np.where(_is_benign(data)[text_places], highest[name][text_places], np.nan),
+                    # A text that is too short for a score sets no threshold.
+                    np.where(
+                        _is_benign(data)[text_places] & ~too_short.get(name, nowhere)[text_places, None],
+                        highest[name][text_places],
+                        np.nan,
+                    ),
                     kind[text_places],
                     data.group[text_places],
                     kinds,

@@ -29,6 +29,7 @@ from probemon.lab.training.texts import Text
 TEXTS = 520
 LONGEST = 800  # characters; longer texts are cut
 _N_TEMPLATE = 40
+_MEASURED = 0.8  # of a kind, at most; the others are carriers, and teach the template
 _CHATS = ("chat", "agent")
 _SOURCES = "sources.json"
 
@@ -100,6 +101,7 @@ def ordinary(
         by_kind = {kind: sorted(own, key=lambda example: example.group not in read) for kind, own in by_kind.items()}
         texts = min(texts, len(by_kind) * min(sum(one.group in read for one in own) for own in by_kind.values()))
     each = max(1, round(texts / len(by_kind)))
+    each = min(each, int(_MEASURED * min(map(len, by_kind.values()))))
     measured = [(kind, example) for kind, own in by_kind.items() for example in own[:each]]
     if read is not None:
         measured = [(kind, _labelled(example, read[example.group or ""])) for kind, example in measured]

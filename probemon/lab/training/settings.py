@@ -77,6 +77,11 @@ class TrainingSettings:
             check_count(name, getattr(self, name), least=least, remedy=f"give {least} or more")
         if self.aggregator is not None:
             refuse_baseline(self.aggregator, "watch is")
+        for id, kinds in self.unknown_in.items():
+            if isinstance(kinds, str):
+                raise ConfigError(f"unknown_in of {id!r} is {kinds!r}: give a list of kinds, [{kinds!r}]")
+        if self.unknown_in and not self.ordinary:
+            raise ConfigError("unknown_in is given without ordinary text (ordinary=0): leave it out")
         parse_date(self.chat_date)
 
     @property

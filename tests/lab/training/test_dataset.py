@@ -104,6 +104,29 @@ def test_pairs_found_across_labels_are_counted_and_one_sided_likeness_is_none(re
     assert apart.n_twins == 0 and len(set(apart.group)) > 24
 
 
+def test_several_edits_of_one_text_are_its_twins(reader):
+    rng, rows = random.Random(1), []
+    for _ in range(12):
+        words = said(rng, 12).split()
+        rows.append({"text": " ".join(words), "labels": ["it"]})
+        for place, word in ((2, "zyx"), (9, "yzz")):
+            edited = [*words[:place], word, *words[place + 1 :]]
+            rows.append({"text": " ".join(edited), "not": ["it"]})
+    data = Dataset.of_examples(read_examples(rows), reader)
+    assert [len(set(data.group[i : i + 3])) for i in range(0, len(rows), 3)] == [1] * 12
+    assert len(set(data.group)) == 12
+
+
+def test_what_cannot_be_trained_on_is_named_before_states_are_read(reader):
+    rng = random.Random(0)
+    rows = [{"text": f"{said(rng)} zed", "spans": {"it": [[0, 3]]}} for _ in range(20)]
+    with pytest.raises(TrainingError, match="no text is known to be without 'it' as a whole, so its threshold"):
+        Dataset.of_examples(read_examples(rows), reader)
+    rows = [{"text": said(rng), "labels": {"it": bool(i % 2)}, "author": "ann"} for i in range(20)]
+    with pytest.raises(TrainingError, match="author=ann holds out every text"):
+        Dataset.of_examples(read_examples(rows), reader, held_out={"author": ["ann"]})
+
+
 # -- labels of tokens
 
 

@@ -57,6 +57,29 @@ def test_unsure_concepts_and_what_is_below_them_stay_unknown(tmp_path):
     assert known.known().tolist() == [[1, 1, 0, -1]]
 
 
+def test_labelled_concept_below_an_unsure_one_is_refused(tmp_path):
+    (tmp_path / "tree.yaml").write_text(TREE)
+    own = read_examples(tmp_path / "tree.yaml")
+    with pytest.raises(TrainingError, match="'whale', which is below 'animal', is in 'unsure' and is labelled"):
+        read_examples([{"text": "b", "labels": ["whale"], "unsure": ["animal"]}], like=own)
+
+
+def test_cells_of_present_absent_and_unsure_are_split_like_labels(tmp_path):
+    (tmp_path / "rows.csv").write_text("text,present,absent,unsure\na,x;y,z,\nb,,x; y,z\n")
+    first, second = read_examples(tmp_path / "rows.csv").texts
+    assert first.labels == {"x": True, "y": True, "z": False}
+    assert second.labels == {"x": False, "y": False} and second.unsure == ("z",)
+
+
+def test_pair_of_chats_has_tools_and_no_unsure_concepts():
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    sides = {"positive": TURNS, "negative": [{**turn, "content": "other"} for turn in TURNS]}
+    found = read_examples([{**sides, "concept": "x", "tools": tools}]).texts
+    assert [example.tools for example in found] == [tuple(tools)] * 2
+    with pytest.raises(TrainingError, match="'positive' and 'unsure'"):
+        read_examples([{**sides, "concept": "x", "unsure": ["x"]}])
+
+
 def test_other_fields_of_rows_are_kept_to_be_held_out():
     rows = [
         {"text": "a", "labels": ["x"], "author": "Ann", "year": 1999.0, "group": "g"},

@@ -119,6 +119,28 @@ def test_stated_quality_on_texts_elsewhere_equals_that_of_the_written_pack(model
             assert abs(there[name]["count"] - (highest[side] > threshold).sum()) <= near.sum(), name
 
 
+def test_kind_that_may_have_a_concept_is_left_out_of_its_rates_alone(model, tmp_path, settings):
+    own = {**settings, "states": tmp_path / "s", "layers": (1,), "ordinary": 52}
+    found = train(model, rows(), tmp_path / "p", tokenizer=make_tokenizer(), **own, unknown_in={"queue": ["advert"]})
+    kinds = {id: set(one["alert_of_texts"]["by_kind"]) for id, one in found.quality["concepts"].items()}
+    assert kinds["zed"] - kinds["queue"] == {"advert"} and kinds["queue"] < kinds["zed"]
+    card = (tmp_path / "p" / "README.md").read_text().splitlines()
+    (line,) = [line for line in card if line.startswith("| advert |")]
+    assert line.endswith("| – |")
+
+
+def test_texts_too_short_for_a_running_score_set_no_threshold_of_it(model, tmp_path, settings):
+    """Their score is 0, which every other text would exceed."""
+    rng, short = random.Random(0), []
+    for i in range(48):
+        short.append({"text": text(rng, "z" * (i % 2), 6 + 6 * (i % 4 > 1)), "labels": {"zed": bool(i % 2)}})
+    own = {**settings, "states": tmp_path / "s", "layers": (1,), "method": "plain"}
+    found = train(model, short, tmp_path / "p", tokenizer=make_tokenizer(), **own)
+    assert float(found.pack.thresholds_for("rolling_logit(16)")[0]) > 0
+    assert str(RollingLogit(64)) not in found.pack.aggregated
+    assert float(found.pack.thresholds_for("max")[0]) > 0
+
+
 def measured(model, found, given, **options):
     """The measurement of a training, again, and the probes."""
     made = []

@@ -140,6 +140,9 @@ def fit(
     language: Annotated[
         str, typer.Option(metavar="CODES", help="Languages of the texts, with commas: en,de. Default: all.")
     ] = "",
+    pairs: Annotated[
+        int, typer.Option(min=0, help="At most so many pairs of each author and concept; 0: all, which takes longer.")
+    ] = 40,
     add: Annotated[
         list[str] | None,
         typer.Option(metavar="FILE", help="Examples of your own, as `train` takes them; reported apart."),
@@ -193,6 +196,7 @@ def fit(
             library=opened,
             concepts=chosen,
             languages=_split(language),
+            pairs=pairs,
             add=add,
             settings=settings,
             name=name or None,

@@ -32,7 +32,7 @@ from probemon.lab.training.trainer import Kept, Trained, TrainingJob, check_repo
 from probemon.packs.files import check_target
 
 WORKS, WARNED, MISSING = "works", "warned", "missing"
-ORDINARY, CARRIED = 780, 1_500  # texts
+ORDINARY, CARRIED, PAIRS = 520, 1_000, 40  # texts; pairs of an author and concept
 YOURS = "yours"  # the author of added rows
 _ROLES = ("user", "assistant")
 
@@ -79,6 +79,7 @@ def fit(
     library: Library | None = None,
     concepts: Sequence[str] = (),
     languages: Sequence[str] = (),
+    pairs: int = PAIRS,
     add: Source | Sequence[str | os.PathLike[str]] | None = None,
     settings: TrainingSettings | None = None,
     bars: Bars | None = None,
@@ -94,6 +95,7 @@ def fit(
     """Train the library's concepts on a model, and write those that hold to the folder `out`.
 
     - `concepts`: ids, families or domains, by default all; `languages`: of the texts, such as "en"
+    - `pairs`: at most so many of each author and concept; 0 for all, which takes longer
     - `add`: rows of your own, as `train` takes them, of these concepts or of new ones
     - `settings`: else `fit_settings()`
     - `outside`: rows that only test; `see` gets the whole measurement
@@ -106,7 +108,7 @@ def fit(
     target = check_target(Path(out), overwrite)
     if report is not None:
         check_report(Path(report), target)
-    examples = examples_of(library, library.chosen(concepts), languages, add)
+    examples = examples_of(library, library.chosen(concepts), languages, add, pairs=pairs)
     if isinstance(model, str):
         model_id = model_id or model
         model, tokenizer = load_model(model, "cpu", say)
@@ -155,7 +157,7 @@ def fit(
 
 
 def fit_settings(**options: Any) -> TrainingSettings:
-    """Return settings for the library: more ordinary texts than `train`, fewer texts in carriers."""
+    """Return settings for the library: turns of both sides count, and fewer texts stand in carriers."""
     return TrainingSettings(**{"ordinary": ORDINARY, "carried": CARRIED, "roles": _ROLES, **options})
 
 
@@ -164,9 +166,11 @@ def examples_of(
     ids: Sequence[str],
     languages: Sequence[str] = (),
     add: Source | Sequence[str | os.PathLike[str]] | None = None,
+    *,
+    pairs: int = 0,
 ) -> Examples:
     """Return the library's examples of these concepts, with rows of one's own."""
-    rows = [*_declared(library, ids), *library.rows(ids, languages)]
+    rows = [*_declared(library, ids), *library.rows(ids, languages, pairs=pairs)]
     if add is not None:
         added = [{**row, "author": YOURS} for _, row in read_rows(add)]
         if not added:

@@ -118,13 +118,16 @@ class Library:
             chosen |= found
         return [id for id in self.concepts if id in chosen]
 
-    def rows(self, ids: Sequence[str], languages: Sequence[str] = ()) -> list[Row]:
-        """Return the rows that train these concepts, in these languages or in all, labelled for all of them."""
-        return self._labelled(TEXTS, ids, languages)
+    def rows(self, ids: Sequence[str], languages: Sequence[str] = (), *, pairs: int = 0) -> list[Row]:
+        """Return the rows that train these concepts, in these languages or in all, labelled for all of them.
+
+        `pairs`: at most so many of each author and concept; 0 for all
+        """
+        return self._labelled(TEXTS, ids, languages, pairs)
 
     def tests(self, ids: Sequence[str], languages: Sequence[str] = ()) -> list[Row]:
         """Return the rows of second authors that only test: they must not train or choose anything."""
-        return self._labelled(TESTS, ids, languages)
+        return self._labelled(TESTS, ids, languages, 0)
 
     def raw(self, part: str, id: str) -> Iterator[Row]:
         """Yield the rows of a concept's file, as they are; `part` is `TEXTS` or `TESTS`."""
@@ -136,13 +139,18 @@ class Library:
                 raise TrainingError(f"{path}, line {number} is not JSON ({error})") from error
             yield row
 
-    def _labelled(self, part: str, ids: Sequence[str], languages: Sequence[str]) -> list[Row]:
-        rows = [
-            self.labels_of(row, ids)
-            for id in ids
-            for row in self.raw(part, id)
-            if not languages or row["lang"] in languages
-        ]
+    def _labelled(self, part: str, ids: Sequence[str], languages: Sequence[str], pairs: int) -> list[Row]:
+        rows = []
+        for id in ids:
+            groups: dict[str, dict[str, None]] = {}
+            for row in self.raw(part, id):
+                if languages and row["lang"] not in languages:
+                    continue
+                of_author = groups.setdefault(row["author"], {})
+                if pairs and len(of_author) >= pairs and row["group"] not in of_author:
+                    continue
+                of_author[row["group"]] = None
+                rows.append(self.labels_of(row, ids))
         return [row for row in rows if row.get("spans") or row["absent"]]
 
     def labels_of(self, row: Row, ids: Sequence[str]) -> Row:

@@ -100,6 +100,8 @@ def test_examples_know_both_sides_of_every_concept(library):
     assert ((known == 1).sum(0) >= 38).all() and ((known == 0).sum(0) >= 40).all()
     english = examples_of(library, ids, ["en"])
     assert len(english.texts) < len(examples.texts)
+    few = Counter(row["author"] for row in library.rows(["refusal"], pairs=10))
+    assert few == {"a1": 20, "a2": 20}  # both sides of ten pairs
     added = examples_of(library, ids, add=[{"text": "I cannot know that.", "labels": ["not_knowing"]}])
     assert added.texts[-1].fields["author"] == "yours"
 

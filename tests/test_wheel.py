@@ -65,11 +65,14 @@ def test_transformers_newer_than_the_tested_one_is_excluded():
     assert not bounds.contains(f"{major}.{minor + 1}.0")
 
 
-def test_wheel_contains_the_repository_pack_byte_for_byte(installed):
-    assert [folder.name for folder in (installed / "probemon/probes").iterdir()] == [Path(PACK).name]
-    files = {file.name: file.read_bytes() for file in (ROOT / PACK).iterdir()}
-    assert {file.name: file.read_bytes() for file in (installed / "probemon" / PACK).iterdir()} == files
-    assert len(files) == 4
+def test_wheel_contains_the_pack_and_the_library_byte_for_byte(installed):
+    folders = {Path(PACK).name: 4, "library": 200}
+    assert {folder.name for folder in (installed / "probemon/probes").iterdir()} == set(folders)
+    for name, least in folders.items():
+        there, here = installed / "probemon/probes" / name, ROOT / "probes" / name
+        files = {str(file.relative_to(here)): file.read_bytes() for file in here.rglob("*") if file.is_file()}
+        found = {str(file.relative_to(there)): file.read_bytes() for file in there.rglob("*") if file.is_file()}
+        assert found == files and len(files) >= least
 
 
 def test_wheel_alone_watches_the_demo_from_any_folder(installed, tmp_path):

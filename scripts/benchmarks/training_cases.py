@@ -1,7 +1,6 @@
 """Probes trained by the command on real texts: how good they are, beside what needs no probe, and what it takes.
 
     python scripts/benchmarks/training_cases.py --out docs/benchmarks/training.json
-    python scripts/benchmarks/training_cases.py --only thousand --out docs/benchmarks/training_thousand.json
 
 - safety: six concepts that people watch for, forty pairs each, tested on texts of another writer: short ones of other
   genres, and sentences inside real text; then alarms on real text of four kinds. Run twice; the second run, from the
@@ -10,8 +9,6 @@
 - news: 300 BBC articles of five topics, 800 characters of each
 - pairs: fifty sentences of other BBC articles, each beside itself with its words in a random order: the words of both
   sides of a pair are the same
-- thousand: every paragraph of the BBC's articles, with a thousand words for concepts: a paragraph has those that stand
-  in it. It shows what so many concepts take on two layers, not what a probe is good for, and runs by itself.
 
 Each runs as a command of its own, whose time and largest resident memory are taken. The texts are fetched.
 """
@@ -27,7 +24,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -38,7 +34,6 @@ from provenance import about
 from real_text import bbc, mails
 from safety_case import alarms_on, tests, to_train
 
-LAYERS = ("--layers", "12,18", "--method", "plain", "--ordinary", "0")  # of the thousand
 BARS = {
     "safety_minutes": 6,
     "safety_again_minutes": 3,
@@ -57,7 +52,7 @@ BARS = {
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, metavar="FILE")
-    parser.add_argument("--only", choices=["safety", "long", "mails", "news", "pairs", "thousand"])
+    parser.add_argument("--only", choices=["safety", "long", "mails", "news", "pairs"])
     parser.add_argument("--keep", type=Path, metavar="FOLDER", help="work here: a run that was ended goes on")
     arguments = parser.parse_args()
     cases: dict[str, Any] = {}
@@ -75,12 +70,6 @@ def main() -> None:
             cases["mails"] = run(folder, "mails", written(folder / "mails.jsonl", of_mails()))
         if arguments.only in (None, "news"):
             cases["news"] = run(folder, "news", written(folder / "news.jsonl", of_news()), "--exclusive")
-        if arguments.only == "thousand":
-            cases["thousand"] = run(
-                folder, "thousand", written(folder / "thousand.jsonl", of_words()), "--exclusive", *LAYERS
-            )
-            said = cases["thousand"].pop("concepts")
-            cases["thousand"]["areas"] = areas(said)
     cases = {name: {**case, "about": about()} for name, case in cases.items()}
     if arguments.only and arguments.out and arguments.out.is_file():
         # Cases take up to an hour, so each may be renewed alone.
@@ -130,37 +119,6 @@ def of_pairs() -> Iterator[dict[str, Any]]:
         words = sentence.split()
         rng.shuffle(words)
         yield {"positive": " ".join(words), "negative": " ".join(sentence.split()), "concept": "scrambled"}
-
-
-def of_words(n_words: int = 1000) -> Iterator[dict[str, Any]]:
-    """Yield paragraphs with those of a thousand words that stand in them: words of neither most nor few paragraphs."""
-    paragraphs = [
-        (text.id, paragraph.strip())
-        for text in bbc()
-        for paragraph in text.text.split("\n")
-        if len(paragraph.split()) >= 8
-    ]
-    no_names = {"true", "false"}  # which are no names of concepts
-    words_of = [set(re.findall(r"[a-z]{4,}", paragraph.lower())) - no_names for _, paragraph in paragraphs]
-    count = Counter(word for words in words_of for word in words)
-    by_count = sorted((word for word in count if count[word] <= len(paragraphs) / 50), key=lambda w: (-count[w], w))
-    chosen = set(by_count[:n_words])
-    for (article, paragraph), words in zip(paragraphs, words_of, strict=True):
-        yield {"text": paragraph, "labels": sorted(words & chosen), "group": article}
-
-
-def areas(concepts: dict[str, Any]) -> dict[str, Any]:
-    """Return what is told of many concepts: quantiles of their areas under the ROC curve, and how many each has."""
-    values = {
-        "probe": [one["auroc"] for one in concepts.values()],
-        "shuffled": [one["shuffled"] for one in concepts.values()],
-        "positive_texts": [one["n_positive"] for one in concepts.values()],
-    }
-    found: dict[str, Any] = {"concepts": len(concepts)}
-    for name, of in values.items():
-        known = sorted(value for value in of if value is not None)
-        found[name] = {f"{share:.0%}": known[int(share * (len(known) - 1))] for share in (0.05, 0.5, 0.95)}
-    return found
 
 
 def written(path: Path, rows: Iterator[dict[str, Any]]) -> Path:

@@ -40,7 +40,7 @@ class WatchAnswer:
         """Return how it ended, counts, costs, and what silence means."""
         result, pack = self.result, self.manager.pack
         evaluated, active = self._per_token("evaluated"), self._per_token("active")
-        lines = self._ending() + self._compared()
+        lines = self._risen() + self._ending() + self._compared()
         lines += [
             (
                 f"{counted(len(result), 'token')} ({int((result.phase == 1).sum())} generated),"
@@ -149,6 +149,19 @@ class WatchAnswer:
         concept = describe(self.manager.pack, self.manager.pack.find(event.concept), event.score, **token)
         compared = {"aggregate": event.aggregate, "value": event.value, "above": event.above}
         return {**_as_dict(concept, at=True), **compared, "blind": event.blind or None}
+
+    def _risen(self) -> list[str]:
+        """Say whose running score rose over its threshold, and where first."""
+        if not self.watching.running:
+            return []
+        first: dict[str, str] = {}
+        for column, events in sorted(self.watching.risen.items()):
+            token = printable(self.result.where(self.result.at(0, column))["token"])
+            for event in events:
+                first.setdefault(" > ".join(event.name.split("/")), f"{token!r}, position {column}")
+        lines = [f"{name}, from {place}" for name, place in first.items()]
+        n = counted(len(self.watching.running), "concept")
+        return lines or [f"none of {n} that are read by running scores exceeds its threshold"]
 
     def _ending(self) -> list[str]:
         lines = ["interrupted: the text so far is above"] if self.watching.interrupted else []

@@ -81,7 +81,15 @@ def watch(
     """
     check_generation(prompt, max_new_tokens)
     sampling = sampling_arguments(sample, temperature, top_p, seed)
-    from probemon.cli.watch.rules import Watching, check_watched, scores_sink, shown_above, stop_rules
+    from probemon.cli.watch.rules import (
+        Watching,
+        check_watched,
+        running_rules,
+        scores_sink,
+        shown_above,
+        stop_rules,
+        without_running,
+    )
     from probemon.engine.kernels import check_device
 
     check_device(device)
@@ -95,7 +103,9 @@ def watch(
         manager = _managing(packs, alert_set, device=device, audit_rate=audit_rate)
     opened = manager.pack
     above = shown_above(opened, concept or (), min_strength)
-    watching = Watching(stop_rules(opened, stop_on or (), aggregate), scores_sink(out))
+    running = running_rules(opened, above)
+    watching = Watching(stop_rules(opened, stop_on or (), aggregate), scores_sink(out), running)
+    above = without_running(above, running, opened.n_probes)
     check_watched(manager, concept or ())
     loaded, tokenizer = load_aloud(model, device, dtype)
     from probemon.cli.watch.answer import WatchAnswer
@@ -106,7 +116,8 @@ def watch(
     check_readable(opened, unwrap(loaded), strict=strict)  # before the view claims to watch
     console, messages = terminal(soft_wrap=False, error=as_json), chat_messages(tokenizer, prompt, system)
     check_fits(loaded, tokenizer, messages)
-    view, result = _view(console, f"{model} watched by {opened.name}", opened.n_probes, prompt, plain, above), None
+    view = _view(console, f"{model} watched by {opened.name}", opened.n_probes, prompt, plain, above)
+    view.risen, result = watching.risen, None
     _seed(seed)
     generate = {"strict": strict, "prepare": watching.prepare, "max_new_tokens": max_new_tokens, **sampling}
     generate["followers"] = followers_of_view(loaded)
@@ -117,7 +128,7 @@ def watch(
     assert result is not None
     cost = _measure(manager, loaded, tokenizer, messages, watching) if measure else None
     watched = WatchAnswer(manager, result, watching, above=above, cost=cost, audited=bool(manager.audit_rate))
-    summary(console, result, watched.lines(), above=above)
+    summary(console, result, watched.lines(), above=above, only_running=len(running) == opened.n_probes)
     if as_json:
         answer(watched.as_dict(prompt=prompt, system=system, seed=seed))
     if watching.interrupted:

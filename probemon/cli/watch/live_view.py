@@ -12,7 +12,8 @@ from __future__ import annotations
 import math
 import zlib
 from collections import deque
-from types import TracebackType
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType, TracebackType
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -22,6 +23,7 @@ from rich.text import Text
 from probemon.cli.terminal import harmless, plain_table, shorten_path
 from probemon.core.aggregate import Doubles
 from probemon.monitor.result import ConceptScore, Result, without_thresholds
+from probemon.monitor.rules import Event
 from probemon.monitor.stream import TokenEvent
 from probemon.monitor.summary import lower_thresholds, nothing_listed, summarise
 from probemon.util.counted import counted
@@ -37,6 +39,8 @@ _BAR = "▁▂▃▄▅▆▇█"
 
 class PlainView:
     """One line per token with something to show, without control characters."""
+
+    risen: Mapping[int, Sequence[Event]] = MappingProxyType({})  # by column, concepts whose running score rises
 
     def __init__(self, console: Console, *, n_concepts: int = 3, above: Doubles | None = None) -> None:
         self._console, self._k, self._above = console, n_concepts, above
@@ -55,13 +59,17 @@ class PlainView:
         concepts += [f"and {len(leading) - self._k} more"] if len(leading) > self._k else []
         if ranked := event.ranked(self._k, self._above):
             concepts.append(f"{RANKED}: " + ", ".join(f"{' > '.join(c.path)} {c.score:.2f}" for c in ranked))
-        remarks = unseen(event) or "; ".join([*concepts, *filter(None, [memories_read(event)])])
+        remarks = unseen(event) or "; ".join(
+            [*concepts, *filter(None, [begins(event, self.risen), memories_read(event)])]
+        )
         if remarks:
             self._console.print(Text(harmless(f"{event.position:>4}  {token:<14} {remarks}")), soft_wrap=True)
 
 
 class LiveView:
     """The text so far, coloured by concepts, above a table of the last tokens."""
+
+    risen: Mapping[int, Sequence[Event]] = MappingProxyType({})
 
     def __init__(
         self, console: Console, *, title: str, n_concepts: int = 2, n_rows: int = 16, above: Doubles | None = None
@@ -104,9 +112,10 @@ class LiveView:
         shown: list[tuple[TokenEvent, list[ConceptScore]]] = []
         for event in reversed(self._events):
             concepts = [*event.leading(self._k, self._above), *event.ranked(self._k, self._above)]
-            if not concepts and not event.unseen and not memories_read(event):
+            remarks = [*filter(None, [begins(event, self.risen), memories_read(event)])]
+            if not concepts and not event.unseen and not remarks:
                 continue  # shown in the text above
-            room -= max(1, len(concepts) + bool(memories_read(event)))
+            room -= max(1, len(concepts) + len(remarks))
             if room < 0:
                 break
             shown.insert(0, (event, concepts))
@@ -134,8 +143,9 @@ class LiveView:
                 share = [] if narrow else [share_right(concept)]
                 table.add_row(token, path_text(concept, width), *share, strength)
                 token = Text()
-            if memories_read(event):
-                table.add_row(token, Text(harmless(memories_read(event)), style="dim"))
+            for remark in filter(None, [begins(event, self.risen), memories_read(event)]):
+                table.add_row(token, Text(harmless(remark), style="dim" if remark.startswith("reads") else "bold"))
+                token = Text()
         per_token = self._n_active / max(1, self._n_tokens)
         foot = Text(f"{counted(self._n_tokens, 'token')} scored, {per_token:.0f} probes active a token", style="dim")
         return Panel(
@@ -173,6 +183,12 @@ def unseen(event: TokenEvent) -> str:
     return f"unseen: {event.unseen}" if event.unseen else ""
 
 
+def begins(event: TokenEvent, risen: Mapping[int, Sequence[Event]]) -> str:
+    """Return the concepts whose running score rises over its threshold at a token, or ""."""
+    names = [" > ".join(one.name.split("/")) for one in risen.get(event.position, ())]
+    return f"from here: {', '.join(names)}" if names else ""
+
+
 def memories_read(event: TokenEvent) -> str:
     """Return which token each memory read most, or ""."""
     several = len(event.reading) > 1
@@ -200,8 +216,16 @@ def right(concept: ConceptScore) -> str:
     return f" ({share_right(concept)} right)" if share_right(concept) else ""
 
 
-def summary(console: Console, result: Result, lines: list[str], *, k: int = 8, above: Doubles | None = None) -> None:
-    """Print the answer by sentences, its concepts, then `lines`."""
+def summary(
+    console: Console,
+    result: Result,
+    lines: list[str],
+    *,
+    k: int = 8,
+    above: Doubles | None = None,
+    only_running: bool = False,
+) -> None:
+    """Print the answer by sentences, its concepts, then `lines`; `only_running`: no concept is shown by its tokens."""
     summed = summarise(result, k=3, above=above)
     if summed.answer.text.strip():
         console.print(Text("the answer, sentence by sentence", style="bold"))
@@ -224,7 +248,7 @@ def summary(console: Console, result: Result, lines: list[str], *, k: int = 8, a
             path_text(concept), Text(printable(concept.token)), share_right(concept), f"{concept.strength:+.1f}"
         )
     mute = without_thresholds(result.pack)
-    if table.rows or not mute.all():
+    if table.rows or (not mute.all() and not only_running):
         what = "concept" if above is None else "concept that is to be shown"
         console.print(table if table.rows else nothing_listed(summed.answer, "the answer", what))
     if len(summed.answer.concepts) > k:

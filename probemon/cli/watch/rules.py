@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from probemon.core.aggregate import Aggregator, Doubles, Each, parse
+from probemon.core.aggregate import Aggregator, Doubles, Each, named, parse
 from probemon.core.baselines import ceiling, with_counts
 from probemon.errors import ConfigError, UnknownConcept
 from probemon.monitor.followers import Follower
 from probemon.monitor.rules import Event
 from probemon.monitor.sinks import JsonLinesSink
-from probemon.packs.group import AnyPack
+from probemon.packs.group import AnyPack, PackGroup
 from probemon.util.files import why_not_writable
 
 if TYPE_CHECKING:
@@ -42,10 +42,15 @@ class StopRule:
 
 
 class Watching(Follower):
-    """Rules, a sink and Ctrl-C during a watch. `met`: the event that stopped it."""
+    """Rules, a sink and Ctrl-C during a watch.
 
-    def __init__(self, rules: Sequence[StopRule], sink: JsonLinesSink | None) -> None:
+    `met`: the event that stopped it; `risen`: by column, the concepts whose running score rose over its threshold
+    """
+
+    def __init__(self, rules: Sequence[StopRule], sink: JsonLinesSink | None, running: Sequence[StopRule] = ()) -> None:
         self.met: Event | None = None
+        self.risen: dict[int, list[Event]] = {}
+        self.running = running
         self.interrupted = False
         self.events: Sequence[Event] = ()
         self.rules, self._sink = rules, sink
@@ -63,7 +68,12 @@ class Watching(Follower):
             if self.interrupted:
                 run.stop_mine()
 
+        def begin(event: Event) -> None:
+            self.risen.setdefault(event.column, []).append(event)
+
         self.events, self._run = run.events, run
+        for rule in self.running:
+            run.on(rule.probe, above=rule.above, aggregate=rule.aggregator, action=begin)
         for rule in self.rules:
             run.on(rule.probe, above=rule.above, aggregate=rule.aggregator, action=stop)
         if self._sink is not None:
@@ -88,6 +98,36 @@ class Watching(Follower):
     def n_dropped(self) -> int:
         """Tokens that the sink dropped."""
         return 0 if self._delivery is None else self._delivery.stats().n_dropped
+
+
+def running_rules(pack: AnyPack, above: Doubles | None) -> list[StopRule]:
+    """Return the concepts that packs read by running scores, as those of `library fit` do, if they are to be shown."""
+    rules = []
+    for member, numbers in members_of(pack):
+        quality = member.manifest.get("quality") or {}
+        for p, concept in enumerate(member.concepts if "library" in quality else ()):
+            found = quality["concepts"][concept["id"]]
+            threshold = found["alert_of_texts"]["threshold"]
+            probe = int(numbers[p])
+            if threshold is not None and 0 < threshold < 1 and (above is None or above[probe] < math.inf):
+                rules.append(StopRule(probe, float(threshold), named(found["reads"])))
+    return rules
+
+
+def without_running(above: Doubles | None, running: Sequence[StopRule], n_probes: int) -> Doubles | None:
+    """Return `above` without concepts that are shown by their running scores: their single tokens are not shown."""
+    if not running:
+        return above
+    left = np.full(n_probes, -math.inf) if above is None else above.copy()
+    left[[rule.probe for rule in running]] = math.inf
+    return left
+
+
+def members_of(pack: AnyPack) -> list[tuple[Any, Any]]:
+    """Return the packs of a group, or the pack, with the numbers of their probes."""
+    if isinstance(pack, PackGroup):
+        return list(zip(pack.packs.values(), pack.numbers, strict=True))
+    return [(pack, np.arange(pack.n_probes))]
 
 
 def shown_above(pack: AnyPack, concepts: Sequence[str], min_strength: float) -> Doubles | None:

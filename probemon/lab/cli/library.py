@@ -25,7 +25,7 @@ library = typer.Typer(
     add_completion=False,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
-    help="Concepts that people watch for: look at them, fit them to a model.",
+    help="List, check and fit concepts that ship.",
 )
 
 Concepts = Annotated[
@@ -87,6 +87,8 @@ def lint_(
     from probemon.lab.training.example_files import read_rows
 
     opened = _open(folder)
+    if file is None and concept:
+        raise typer.BadParameter(f"--concept is {concept!r}, and there is no FILE whose rows are of it: give it, too")
     if file is None:
         found = problems(opened)
         answer({"problems": found}) if as_json else say(*(found or ["no problem"]))

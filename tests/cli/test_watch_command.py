@@ -32,10 +32,12 @@ from probemon.cli.watch import command
 from probemon.cli.watch.answer import WatchAnswer, _why_unseen, apart
 from probemon.cli.watch.live_view import LiveView
 from probemon.cli.watch.rules import Watching, score_of_strength, shown_above, stop_rules
+from probemon.core.aggregate import RollingLogit
 from probemon.errors import ConfigError
 from probemon.monitor import overhead as measuring
 from probemon.monitor.result import describe, leading
 from probemon.ops.deployment.deployment import Deployment
+from probemon.packs.copies import copy_pack
 from probemon.packs.group import PackGroup
 from probemon.tracking.recording import LAST, RecordedTokens
 
@@ -294,6 +296,27 @@ def test_stop_on_compares_the_requested_aggregate(watch, whole):
     for arguments, words in ((["whale"], "are for single tokens, max, not for ema"), ([], "give --stop-on too")):
         with pytest.raises(ConfigError, match=words):
             stop_rules(whole.pack, arguments, "ema:0.3")
+
+
+def test_concepts_read_by_running_scores_are_shown_where_these_rise(watch, whole, tmp_path):
+    """A pack that says so, as those of `library fit` do; its single tokens are not shown."""
+    pack = whole.pack
+    probe = 0  # a root, which is evaluated at every token
+    name = pack.concepts[probe]["name"]
+    running = whole.aggregate(probe, RollingLogit(16))
+    threshold = float(np.sort(running.values)[-5:-3].mean())
+    first = int(running.positions[np.flatnonzero(running.values > threshold)[0]])
+    found = {"reads": "rolling_logit(16)", "alert_of_texts": {"threshold": None}}
+    concepts = {concept["id"]: found for concept in pack.concepts}
+    concepts[pack.concepts[probe]["id"]] = {**found, "alert_of_texts": {"threshold": threshold}}
+    quality = {"library": {"name": "mine", "version": 1}, "concepts": concepts}
+    copy = copy_pack(pack, tmp_path / "copy", "A copy.", {}, quality=quality)
+    lines, answer = watch("--max-new-tokens", 30, packs=(str(copy.directory),))
+    (shown,) = [line for line in lines if "from here:" in line]
+    assert shown.split()[0] == str(first) and shown.endswith(f"from here: {name}")
+    assert any(line.startswith(f"{name}, from ") and line.endswith(f"position {first}") for line in lines)
+    assert [event["column"] for event in answer["events"]] == [first]
+    assert name not in {concept["name"] for token in answer["per_token"] for concept in token["concepts"]}
 
 
 def test_deployment_reports_its_events_and_its_file(watch):

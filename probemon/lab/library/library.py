@@ -130,8 +130,15 @@ class Library:
         return self._labelled(TESTS, ids, languages, 0)
 
     def raw(self, part: str, id: str) -> Iterator[Row]:
-        """Yield the rows of a concept's file, as they are; `part` is `TEXTS` or `TESTS`."""
+        """Yield the rows of a concept's file as they are; `part` is `TEXTS`, or `TESTS`, of which there may be none.
+
+        Raises `ConfigError` without texts.
+        """
         path = self.folder / part / f"{id}.jsonl"
+        if not path.is_file():
+            if part == TESTS:
+                return
+            raise ConfigError(f"the library {self.folder} has no texts of {id!r}: {path} is missing")
         for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
             try:
                 row: Row = json.loads(line)
@@ -192,7 +199,8 @@ class Library:
     @cached_property
     def of_ordinary(self) -> Mapping[tuple[str, int], tuple[Sequence[str], Sequence[str]]]:
         """Return the concepts that stand in ordinary texts that were read, surely and perhaps, by kind and number."""
-        lines = (self.folder / ORDINARY).read_text(encoding="utf-8").splitlines()
+        path = self.folder / ORDINARY
+        lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
         rows = [json.loads(line) for line in lines]
         return {(row["kind"], row["number"]): (row["present"], row["unsure"]) for row in rows}
 

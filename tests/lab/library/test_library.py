@@ -78,6 +78,21 @@ def test_changed_file_is_refused(library, tmp_path):
         Library.open(tmp_path / "none")
 
 
+def test_library_of_ones_own_may_lack_tests_and_read_ordinary_text(library, tmp_path):
+    concept = library.concepts["threat"]
+    (tmp_path / TEXTS).mkdir()
+    (tmp_path / TEXTS / "threat.jsonl").write_bytes((library.folder / TEXTS / "threat.jsonl").read_bytes())
+    (tmp_path / "library.yaml").write_text(yaml.safe_dump({"name": "one", "version": 1, "sha256": {}}))
+    lines = [{**vars(concept), "read": list(concept.read), "never": []}]
+    (tmp_path / "concepts.yaml").write_text(yaml.safe_dump(lines))
+    own = Library.open(tmp_path)
+    assert own.tests(["threat"]) == [] and own.of_ordinary == {} and problems(own) != []
+    assert all("is not in the library" in one for one in problems(own))
+    (tmp_path / TEXTS / "threat.jsonl").unlink()
+    with pytest.raises(ConfigError, match="has no texts of 'threat'"):
+        own.rows(["threat"])
+
+
 def test_labels_are_those_of_the_row_and_what_is_never_there(library):
     ids = ["threat", "anger", "joy", "german"]
     row = {

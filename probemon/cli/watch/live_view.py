@@ -185,6 +185,8 @@ def unseen(event: TokenEvent) -> str:
 
 def begins(event: TokenEvent, risen: Mapping[int, Sequence[Event]]) -> str:
     """Return the concepts whose running score rises over its threshold at a token, or ""."""
+    if not risen:
+        return ""
     names = [" > ".join(one.name.split("/")) for one in risen.get(event.position, ())]
     return f"from here: {', '.join(names)}" if names else ""
 

@@ -169,6 +169,18 @@ def make_manager(pack: AnyPack, **settings: Any) -> DynamicProbeManager:
         return DynamicProbeManager(pack, **settings)
 
 
+@contextmanager
+def tokens_read() -> Iterator[Callable[[int, int], None]]:
+    """Show a bar of hidden states for the block, which is told how many tokens are read, and of how many."""
+    with progress_bar("states", total=1, unit="") as bar:
+
+        def progress(n: int, total: int) -> None:
+            bar.total = total
+            bar.update(n - bar.n)
+
+        yield progress
+
+
 def progress_bar(label: str, *, total: float | None = None, unit: str = "doc", postfix: str = "") -> Any:
     """Return a tqdm bar on standard error, for terminals only."""
     from tqdm import tqdm

@@ -106,7 +106,9 @@ def running_rules(pack: AnyPack, above: Doubles | None) -> list[StopRule]:
     for member, numbers in members_of(pack):
         quality = member.manifest.get("quality") or {}
         for p, concept in enumerate(member.concepts if "library" in quality else ()):
-            found = quality["concepts"][concept["id"]]
+            found = quality["concepts"].get(concept["id"])
+            if found is None:  # renamed since
+                continue
             threshold = found["alert_of_texts"]["threshold"]
             probe = int(numbers[p])
             if threshold is not None and 0 < threshold < 1 and (above is None or above[probe] < math.inf):

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from probemon.cli import options as opt
-from probemon.cli.common import bytes_of, load_aloud, progress_bar, use_threads
+from probemon.cli.common import bytes_of, load_aloud, tokens_read, use_threads
 from probemon.cli.terminal import answer, plain_table, say, terminal
 from probemon.errors import ConfigError
 from probemon.util.counted import counted
@@ -185,12 +185,7 @@ def fit(
     chosen = _split(concepts)
     opened.chosen(chosen)
     watched, tokenizer = load_aloud(model, device, dtype, reads_texts=True)
-    with progress_bar("states", total=1, unit="") as bar:
-
-        def progress(n: int, total: int) -> None:
-            bar.total = total
-            bar.update(n - bar.n)
-
+    with tokens_read() as progress:
         fitted = fit_library(
             watched,
             out,

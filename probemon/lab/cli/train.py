@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from probemon.cli import options as opt
-from probemon.cli.common import bytes_of, load_aloud, progress_bar, use_threads
+from probemon.cli.common import bytes_of, load_aloud, tokens_read, use_threads
 from probemon.cli.terminal import answer, plain_table, say, terminal
 from probemon.host.chat_dates import CHAT_DATE
 from probemon.util.counted import counted
@@ -161,12 +161,7 @@ def train(
     check_report(page, out)
     examples = read_examples(data, exclusive=exclusive, text_field=text_field)
     watched_model, tokenizer = load_aloud(model, device, dtype, reads_texts=True)
-    with progress_bar("states", total=1, unit="") as bar:
-
-        def progress(n: int, total: int) -> None:
-            bar.total = total
-            bar.update(n - bar.n)
-
+    with tokens_read() as progress:
         trained = train_probes(
             watched_model,
             examples,

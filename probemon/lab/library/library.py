@@ -12,7 +12,6 @@ A folder holds `library.yaml` (name, version, licence, authors, hashes of its fi
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -26,6 +25,7 @@ from typing import Any
 import yaml
 
 from probemon.errors import ConfigError, TrainingError
+from probemon.util.files import sha256
 
 LIBRARY, CONCEPTS, ORDINARY = "library.yaml", "concepts.yaml", "ordinary.jsonl"
 TEXTS, TESTS = "texts", "tests"
@@ -93,7 +93,7 @@ class Library:
     def _check_hashes(self) -> None:
         for name, expected in self.about["sha256"].items():
             try:
-                found = hashlib.sha256((self.folder / name).read_bytes()).hexdigest()
+                found = sha256(self.folder / name)
             except OSError as error:
                 raise ConfigError(f"the library {self.folder} has no {name}: fetch it again") from error
             if found != expected:

@@ -34,7 +34,7 @@ class Shown:
 
 
 def shown_in(text: str, pack: ProbePack, model: Any, tokenizer: Any) -> list[Shown]:
-    """Return all concepts of a trained pack, those that are furthest over their threshold first."""
+    """Return the concepts of a trained pack that have a threshold, those that are furthest over it first."""
     quality = (pack.manifest.get("quality") or {}).get("concepts") or {}
     if not quality or any("reads" not in one for one in quality.values()):
         raise ConfigError(
@@ -51,6 +51,8 @@ def shown_in(text: str, pack: ProbePack, model: Any, tokenizer: Any) -> list[Sho
         one = quality[concept["id"]]
         running = over(named(one["reads"]), scores[:, p : p + 1])[:, 0]
         at = int(np.argmax(running))
+        if one["alert_of_texts"]["threshold"] is None:  # no text set one
+            continue
         threshold = float(one["alert_of_texts"]["threshold"])
         end = int(tokens.end[at])
         around = text[max(0, end - _AROUND) : end]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,7 +29,7 @@ from probemon.lab.training.crossfit import (
 from probemon.lab.training.dataset import CARRIED, ELSEWHERE, NEVER, ORDINARY, OUTSIDE, OWN, TEMPLATE, Dataset
 from probemon.lab.training.evaluation import difference, judge, share
 from probemon.lab.training.metrics import auroc_between, auroc_labelled
-from probemon.lab.training.rates import Rate, at_rate
+from probemon.lab.training.rates import Rate, at_rate, thresholds_at_rate
 from probemon.lab.training.running_scores import by_path, highest_running
 from probemon.lab.training.settings import TrainingSettings
 from probemon.lab.training.states import States
@@ -153,7 +153,8 @@ class TrainingMeasurement:
     - `scored`: tokens of own and ordinary texts, out of fold; `elsewhere`: of texts that never trained
     - `highest`: by aggregator the highest running score of each text `[N, P]`
     - `reads`: of each concept the aggregator that it is judged by
-    - `of_tokens`; `of_texts`: thresholds and rates of tokens, and by aggregator of texts
+    - `of_tokens`, `of_texts`: thresholds and rates of tokens, and of texts by the score that judges them
+    - `of_running`: thresholds of texts by aggregator
     """
 
     data: Dataset
@@ -169,8 +170,9 @@ class TrainingMeasurement:
     giveaways: Sequence[Sequence[str]]
     masked: Doubles | None
     of_tokens: Sequence[Rate]
-    of_texts: Mapping[str, Sequence[Rate]]
-    of_other_rates: Mapping[float, Mapping[str, Sequence[Rate]]]
+    of_texts: Sequence[Rate]
+    of_running: Mapping[str, Doubles]
+    of_other_rates: Mapping[float, Doubles]
     precise: Sequence[Precise] | None
 
     @classmethod
@@ -217,22 +219,13 @@ class TrainingMeasurement:
 
         nowhere = np.zeros(n_texts, dtype=bool)
 
-        def thresholds(names: Iterable[str], fpr: float) -> dict[str, list[Rate]]:
-            return {
-                name: at_rate(
-                    # A text that is too short for a score sets no threshold.
-                    np.where(
-                        _is_benign(data)[text_places] & ~too_short.get(name, nowhere)[text_places, None],
-                        highest[name][text_places],
-                        np.nan,
-                    ),
-                    kind[text_places],
-                    data.group[text_places],
-                    kinds,
-                    fpr=fpr,
-                )
-                for name in names
-            }
+        def benign_texts(name: str) -> Doubles:
+            # A text that is too short for a score sets no threshold.
+            use = _is_benign(data)[text_places] & ~too_short.get(name, nowhere)[text_places, None]
+            return np.where(use, highest[name][text_places], np.nan)
+
+        of_units = kind[text_places], data.group[text_places], kinds
+        judged = np.stack([benign_texts(name)[:, p] for p, name in enumerate(reads)], axis=1)
 
         return cls(
             data=data,
@@ -248,8 +241,9 @@ class TrainingMeasurement:
             giveaways=giveaways,
             masked=_masked(data, scored, reads, giveaways, watched),
             of_tokens=at_rate(token_values, kind[documents], data.group[documents], kinds, fpr=settings.fpr),
-            of_texts=thresholds(highest, settings.fpr),
-            of_other_rates={rate: thresholds(dict.fromkeys(reads), rate) for rate in OTHER_RATES},
+            of_texts=at_rate(judged, *of_units, fpr=settings.fpr),
+            of_running={name: thresholds_at_rate(benign_texts(name), *of_units, fpr=settings.fpr) for name in highest},
+            of_other_rates={rate: thresholds_at_rate(judged, *of_units, fpr=rate) for rate in OTHER_RATES},
             precise=_precise(data, scored, settings),
         )
 
@@ -259,7 +253,7 @@ class TrainingMeasurement:
 
     def text_rate(self, p: int) -> Rate:
         """Return the threshold and rate of texts by which a concept is judged."""
-        return self.of_texts[self.reads[p]][p]
+        return self.of_texts[p]
 
     @property
     def alert_sets(self) -> dict[str, Floats]:
@@ -274,9 +268,9 @@ class TrainingMeasurement:
     def aggregated(self) -> dict[str, Tensor]:
         """Thresholds of running scores `[P]` by aggregator."""
         return {
-            name: torch.from_numpy(_values(rates))
-            for name, rates in self.of_texts.items()
-            if name != str(Each()) and not np.isnan(_values(rates)).all()
+            name: torch.from_numpy(thresholds.astype(np.float32))
+            for name, thresholds in self.of_running.items()
+            if name != str(Each()) and not np.isnan(thresholds).all()
         }
 
     @property
@@ -413,7 +407,7 @@ class TrainingMeasurement:
 
     def _at_other(self, p: int, rate: float, own: Mask, known: np.ndarray) -> dict[str, Any]:
         """Return what is found, and which near misses are over it, at the threshold of another rate."""
-        limit, scores = np.float32(self.of_other_rates[rate][self.reads[p]][p].threshold), self.score(p)
+        limit, scores = np.float32(self.of_other_rates[rate][p]), self.score(p)
         shares = [self._share_over(scores, limit, own & (known == side)) for side in (1, 0)]
         return {"rate": rate, "found": shares[0], "near_over": shares[1]}
 

@@ -95,6 +95,17 @@ def at_rate(values: np.ndarray, kind: Ints, text: Ints, kinds: Sequence[str], *,
     return [_at_rate(values[:, p], kind, text, kinds, fpr) for p in range(values.shape[1])]
 
 
+def thresholds_at_rate(values: np.ndarray, kind: Ints, text: Ints, kinds: Sequence[str], *, fpr: float) -> np.ndarray:
+    """Return the thresholds of `at_rate` alone `[P]`, which takes a small part of its time."""
+    found = np.full(values.shape[1], np.nan)
+    for p in range(values.shape[1]):
+        use = ~np.isnan(values[:, p])
+        if use.any():
+            units = _Units.of(values[use, p], kind[use], text[use], len(kinds))
+            found[p] = _chosen(units, units.held, fpr)[0]
+    return found
+
+
 def _at_rate(values: np.ndarray, kind: Ints, text: Ints, kinds: Sequence[str], fpr: float) -> Rate:
     use = ~np.isnan(values)
     if not use.any():
@@ -125,7 +136,7 @@ def _at_rate(values: np.ndarray, kind: Ints, text: Ints, kinds: Sequence[str], f
 
 def _chosen(units: _Units, among: Ints, fpr: float) -> tuple[float, list[int]]:
     """Return the threshold by these kinds, and those for which it had to rise."""
-    order = np.unique(np.concatenate([units.sorted[k] for k in among.tolist()]))[::-1]
+    order = units.of_kinds(among)
 
     def lowest(holds: Callable[[float], bool]) -> int:
         """Return the last place in `order` at which `holds`, which is true up to there."""
@@ -151,13 +162,29 @@ class _Units:
     values: Sequence[np.ndarray]
     text: Sequence[Ints]
     held: Ints
+    falling: tuple[np.ndarray, Ints]  # all values, and the kind of each
 
     @classmethod
     def of(cls, values: np.ndarray, kind: Ints, text: Ints, n_kinds: int) -> _Units:
         places = [np.flatnonzero(kind == k) for k in range(n_kinds)]
         held = np.flatnonzero([len(own) for own in places])
         texts = [np.unique(text[own], return_inverse=True)[1] for own in places]
-        return cls([np.sort(values[own]) for own in places], [values[own] for own in places], texts, held)
+        falling = np.argsort(-values, kind="stable")
+        return cls(
+            [np.sort(values[own]) for own in places],
+            [values[own] for own in places],
+            texts,
+            held,
+            (values[falling], kind[falling]),
+        )
+
+    def of_kinds(self, among: Ints) -> np.ndarray:
+        """Return the values of these kinds, each once, the highest first."""
+        values, kind = self.falling
+        some = np.zeros(len(self.values), dtype=bool)
+        some[among] = True
+        values = values[some[kind]]
+        return values[np.concatenate([[True], values[1:] != values[:-1]])]
 
     def n(self, k: int) -> int:
         return len(self.values[k])

@@ -112,7 +112,7 @@ class TextReader:
         """Return the tokens of each text. Raises `TrainingError` for one without tokens."""
         by_place: dict[int, WindowTokens] = {}
         for reader, places in self.kinds(texts):
-            for shard in _shards(texts, places):
+            for shard in shards_of(texts, places):
                 planned = reader.plan(shard)
                 for document, tokens in zip(planned.documents, planned.tokens, strict=True):
                     if tokens is None:
@@ -312,7 +312,7 @@ def collect_states(
             if skipped >= len(places):
                 skipped -= len(places)
                 continue
-            for shard in _shards(plan.texts, places[skipped:]):
+            for shard in shards_of(plan.texts, places[skipped:]):
                 for read_document, tokens, states in reader.states([shard]):
                     kept_positions = torch.from_numpy(plan.kept[places[skipped + read_document.index]])
                     for site, hidden in states.items():
@@ -336,7 +336,7 @@ def _moved(plan: StatePlan, store: StateStore, done: Sequence[int], n_rows: int)
     sampled = sorted((i for i in done if len(plan.kept[i])), key=lambda i: (len(plan.tokens[i]), i))[:_READ_AGAIN]
     differences: dict[str, list[Tensor]] = {site: [] for site in store.sites}
     for reader, places in plan.reader.kinds([plan.texts[i] for i in sampled]):
-        for document, _, states in reader.states(_shards(plan.texts, [sampled[place] for place in places])):
+        for document, _, states in reader.states(shards_of(plan.texts, [sampled[place] for place in places])):
             i = sampled[places[document.index]]
             rows = torch.arange(len(plan.kept[i])) + int(store.first[i])
             for site, hidden in states.items():
@@ -356,7 +356,8 @@ def _moved(plan: StatePlan, store: StateStore, done: Sequence[int], n_rows: int)
     return ""
 
 
-def _shards(texts: Sequence[Text], places: Sequence[int]) -> Iterator[DocumentShard]:
+def shards_of(texts: Sequence[Text], places: Sequence[int]) -> Iterator[DocumentShard]:
+    """Return texts `places` as documents, in order; `index` is the place in `places`."""
     return shards(Document(i, texts[place].where, texts[place].text) for i, place in enumerate(places))
 
 

@@ -20,12 +20,13 @@ from probemon.core.concept_names import Wanted
 from probemon.core.scores import PHASES
 from probemon.errors import ConfigError, RuleError, closest
 from probemon.monitor.rules import ACTIONS, PASS, Action, AskedAction, check_above, named_action
-from probemon.packs.group import AnyPack, PackGroup
+from probemon.packs.group import AnyPack, PackGroup, trained_score
 from probemon.packs.strength import in_short
 from probemon.util.checks import check_count, check_number, check_text, is_int
 
 # The phases of the tokens that a rule applies to.
 WITHIN = {"answer": ("generated",), "prompt": ("prompt",), "any": ("prompt", "generated")}
+TRAINED = "trained"  # of `aggregate`: the running score that the pack names for the concept
 _CONCEPT = {"type": "string", "minLength": 1, "pattern": r"\S"}
 
 
@@ -128,7 +129,7 @@ class RuleSpec:
     - `all_of`: instead, two or more concepts over their thresholds at one token; the event is of the first
     - `above`: default: the alert threshold, of `alert_set` or of the set rate_ and `rate` if given
     - `aggregate`: compare a running score: "mean", "max", "attention", "ema:0.3", ... or one of
-      `probemon.core.aggregate`
+      `probemon.core.aggregate`; "trained": that for which the concept was trained
     - `within`: tokens of the "answer", the "prompt" or "any"
     - `action`: "stop" ends the row, after the token sampled meanwhile; "raise" ends `generate` with `ConceptRaised`;
       "record" only adds to `run.events`; a callable takes the `Event`; `Escalate` asks a judge
@@ -161,7 +162,8 @@ class RuleSpec:
     )
     aggregate: str | Aggregator | None = _field(
         None,
-        "Compare a running score: mean, max, attention, ema:0.3, rolling_mean:8, rolling_max:8, rolling_logit:16; or"
+        "Compare a running score: mean, max, attention, ema:0.3, rolling_mean:8, rolling_max:8, rolling_logit:16;"
+        " trained: that for which the concept was trained; or"
         " how unusual it is: z:pack, rank:pack, z:last:256, rank:last:256, z:traffic:4096, rank:traffic:4096.",
         type="string",
         minLength=1,
@@ -190,7 +192,7 @@ class RuleSpec:
             with _errors_of(name):
                 object.__setattr__(self, name, check(name, value))
         if self.above is not None:
-            aggregator = named(self.aggregate)
+            aggregator = named(None if self.aggregate == TRAINED else self.aggregate)
             with _errors_of("above"):
                 object.__setattr__(self, "above", check_above(aggregator, self.above, ceiling(aggregator)))
         if self.concept is None and not self.all_of:
@@ -260,18 +262,17 @@ class RuleSpec:
         """Return a rule for each matching concept, or one for `all_of`. Raises `UnknownConcept`, and `ConfigError` if
         there is no threshold.
         """
-        aggregator, chosen = named(self.aggregate), self._with_alert_set(pack)
+        chosen = self._with_alert_set(pack)
         probes = [chosen.find(one) for one in self.all_of] if self.concept is None else chosen.find_all(self.concept)
         if len(set(probes)) < len(self.all_of):
             raise RuleError("all_of names a concept twice: give each once", "all_of")
         # An aggregator that compares with the pack's counts needs those of its concept.
         with _errors_of("aggregate"):
-            aggregators = [with_counts(aggregator, chosen, [probe]) for probe in probes]
-        with _errors_of("above"):
-            levels = (
-                chosen.thresholds_for(aggregator)[probes].tolist() if self.above is None else [self.above] * len(probes)
-            )
-        for probe, level, most in zip(probes, levels, map(ceiling, aggregators), strict=True):
+            aggregators = [with_counts(self._aggregator(chosen, probe), chosen, [probe]) for probe in probes]
+        conditions = []
+        for probe, aggregator in zip(probes, aggregators, strict=True):
+            with _errors_of("above"):
+                level = float(chosen.thresholds_for(aggregator)[probe]) if self.above is None else self.above
             if self.above is None and not level < 1:  # NaN: not calibrated; 1: no threshold met the rate
                 raise RuleError(
                     f"{chosen.concepts[probe]['id']} has no alert threshold in {chosen.name} for {aggregator} that a"
@@ -279,9 +280,9 @@ class RuleSpec:
                     "above",
                 )
             with _errors_of("above"):
-                check_above(aggregator, level, most)
-        uses_set = self.above is None and str(aggregator) == "each"
-        conditions = [Condition(*one) for one in zip(probes, map(float, levels), aggregators, strict=True)]
+                check_above(aggregator, level, ceiling(aggregator))
+            conditions.append(Condition(probe, level, aggregator))
+        uses_set = self.above is None and all(str(aggregator) == "each" for aggregator in aggregators)
         parts = [conditions] if self.concept is None else [[condition] for condition in conditions]
         return [
             Rule(
@@ -297,6 +298,17 @@ class RuleSpec:
             )
             for first, *others in parts
         ]
+
+    def _aggregator(self, pack: AnyPack, probe: int) -> Aggregator:
+        if self.aggregate != TRAINED:
+            return named(self.aggregate)
+        trained = trained_score(pack, probe)
+        if trained is None:
+            raise ConfigError(
+                f"aggregate is {TRAINED!r}, and the pack of {pack.concepts[probe]['id']} names no running score for it:"
+                " give one, such as ema:0.3"
+            )
+        return trained
 
 
 @contextmanager
@@ -342,7 +354,8 @@ def _check_for_tokens(name: str, value: Any) -> int:
 
 
 def _check_aggregate(name: str, value: Any) -> Any:
-    named(value)  # raises
+    if value != TRAINED:
+        named(value)  # raises
     return value
 
 

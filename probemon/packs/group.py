@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from probemon.core.aggregate import Aggregator, parse
 from probemon.core.concept_names import Names, Wanted
 from probemon.core.hierarchy import ConceptTree, Ints
 from probemon.core.score_counts import N_BINS
@@ -230,6 +231,18 @@ def found_nowhere(pack: AnyPack) -> list[str]:
             if isinstance(found, Mapping) and found.get("n") and found.get("count") == 0:
                 names.append(str(concept["name"]))
     return names
+
+
+def trained_score(pack: AnyPack, probe: int) -> Aggregator | None:
+    """Return the running score that a concept was trained for, as its pack's `quality` names it; None without one."""
+    id, member = pack.concepts[probe]["id"], pack
+    if isinstance(pack, PackGroup):
+        id, member = id.partition(_QUALIFIES)[2], pack.pack_of(probe)
+    assert isinstance(member, ProbePack)
+    concepts: Any = (member.manifest.get("quality") or {}).get("concepts")
+    measured = concepts.get(id) if isinstance(concepts, Mapping) else None
+    reads = measured.get("reads") if isinstance(measured, Mapping) else None
+    return parse(reads) if isinstance(reads, str) else None
 
 
 def told_of_never(pack: AnyPack) -> str:

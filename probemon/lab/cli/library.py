@@ -114,6 +114,7 @@ def try_(
     text: Annotated[str, typer.Argument(metavar="TEXT")],
     pack: Annotated[str, typer.Option(help="A pack of `library fit`, for the model below.")],
     model: Annotated[str, typer.Option(help="The model that the pack was fitted to.")] = "demo",
+    prompt: Annotated[str, typer.Option(help="What a user said before: TEXT is the assistant's answer.")] = "",
     dtype: opt.Dtype = "auto",
     as_json: opt.AsJson = False,
 ) -> None:
@@ -123,7 +124,7 @@ def try_(
 
     opened = ProbePack.open(pack)
     loaded, tokenizer = load_aloud(model, "cpu", dtype, reads_texts=True)
-    found = shown_in(text, opened, loaded, tokenizer)
+    found = shown_in(text, opened, loaded, tokenizer, prompt=prompt)
     if as_json:
         return answer({"concepts": [vars(one) for one in found]})
     for one in found:

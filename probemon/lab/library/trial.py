@@ -6,17 +6,21 @@ found[0].concept, found[0].fires, found[0].at
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from probemon.core.aggregate import named, over
-from probemon.errors import ConfigError
+from probemon.core.aggregate import over
+from probemon.errors import ChatRefused, ConfigError
+from probemon.host.chat_dates import CHAT_DATE
+from probemon.host.text_tokens import in_ranges
 from probemon.lab.corpora.documents import Document
 from probemon.lab.corpora.state_reader import StateReader
 from probemon.lab.corpora.windows import Reading, shards
 from probemon.manager import DynamicProbeManager
+from probemon.packs.group import trained_score
 from probemon.packs.pack import ProbePack
 
 _AROUND = 40  # characters
@@ -33,28 +37,48 @@ class Shown:
     at: str
 
 
-def shown_in(text: str, pack: ProbePack, model: Any, tokenizer: Any) -> list[Shown]:
-    """Return the concepts of a trained pack that have a threshold, those that are furthest over it first."""
-    quality = (pack.manifest.get("quality") or {}).get("concepts") or {}
-    if not quality or any("reads" not in one for one in quality.values()):
+def shown_in(text: str, pack: ProbePack, model: Any, tokenizer: Any, *, prompt: str = "") -> list[Shown]:
+    """Return the concepts of a trained pack that have a threshold, those that are furthest over it first.
+
+    `prompt`: the text is an assistant's answer to it. Without it, the text stands alone.
+
+    Raises `ConfigError`, also for a model without a chat template.
+    """
+    reads = [trained_score(pack, probe) for probe in range(pack.n_probes)]
+    if not any(reads):
         raise ConfigError(
             f"the pack {pack.name} names no running scores: give one of `probemon library fit` or `train`"
         )
+    document = _document(text, prompt, tokenizer)
+    begin = document.text.rindex(text.strip())
     manager, reader = DynamicProbeManager(pack), StateReader(model, tokenizer, pack.sites, Reading())
-    document = Document(0, "text", text)
     _, tokens, states = next(iter(reader.states(shards([document]))), (None, None, None))
     if tokens is None or states is None:
-        raise ConfigError("the text has no tokens: give a longer one")
-    scores = manager.score_all(states).cpu().numpy()
+        raise ConfigError("the model reads no tokens of the text: give another one")
+    counts = in_ranges(tokens.start, tokens.end, [(begin, begin + len(text.strip()))])
+    scores, ends = manager.score_all(states).cpu().numpy()[counts], tokens.end[counts]
     found = []
-    for p, concept in enumerate(pack.concepts):
-        one = quality[concept["id"]]
-        running = over(named(one["reads"]), scores[:, p : p + 1])[:, 0]
-        at = int(np.argmax(running))
-        if one["alert_of_texts"]["threshold"] is None:  # no text set one
+    for p, (concept, aggregator) in enumerate(zip(pack.concepts, reads, strict=True)):
+        if aggregator is None:
             continue
-        threshold = float(one["alert_of_texts"]["threshold"])
-        end = int(tokens.end[at])
-        around = text[max(0, end - _AROUND) : end]
+        threshold = float(pack.thresholds_for(aggregator)[p])
+        if np.isnan(threshold):  # no text set one
+            continue
+        running = over(aggregator, scores[:, p : p + 1])[:, 0]
+        at = int(np.argmax(running))
+        around = document.text[max(begin, int(ends[at]) - _AROUND) : int(ends[at])]
         found.append(Shown(concept["id"], float(running[at]), threshold, bool(running[at] > threshold), around))
     return sorted(found, key=lambda one: (not one.fires, one.threshold - one.score))
+
+
+def _document(text: str, prompt: str, tokenizer: Any) -> Document:
+    if not text.strip():
+        raise ConfigError("the text is empty: say something")
+    if not prompt:
+        return Document(0, "text", text)
+    messages = [{"role": "user", "content": prompt}, {"role": "assistant", "content": text}]
+    chat = Document(0, "text", "", chat=json.dumps({"messages": messages, "tools": None}))
+    try:
+        return chat.rendered(tokenizer, CHAT_DATE)
+    except ChatRefused as error:
+        raise ConfigError(f"the answer cannot be written as a chat: {error}") from error

@@ -1,0 +1,128 @@
+"""A small library of letters, fitted to a tiny random model: what holds is kept, and the command tells it."""
+
+import json
+import random
+import sys
+
+import pytest
+import yaml
+
+from conftest import make_model
+from corpora import make_tokenizer
+from lab.training.test_train import text
+from probemon import ProbePack, cli
+from probemon.errors import ConfigError, TrainingError
+from probemon.lab.library.fit import MISSING, WARNED, WORKS, Bars, Verdict, fit, fit_settings, judge_concept
+from probemon.lab.library.library import Library
+from probemon.lab.library.trial import shown_in
+
+MARKS = {"zed": "z", "luck": ""}  # nothing tells the sides of the second one
+
+
+def letters(folder):
+    """A library of two concepts, 40 pairs each."""
+    rng = random.Random(3)
+    (folder / "texts").mkdir(parents=True)
+    shared = {"path": "letters", "counts_not": "", "read": ["text"], "reading": "span", "never": []}
+    concepts = [{"id": id, "name": id, "definition": f"many {mark}", **shared} for id, mark in MARKS.items()]
+    (folder / "concepts.yaml").write_text(yaml.safe_dump(concepts))
+    about = {"name": "letters", "version": 3, "licence": "Apache-2.0", "sha256": {}}
+    (folder / "library.yaml").write_text(yaml.safe_dump(about))
+    for id, mark in MARKS.items():
+        rows = []
+        for i in range(40):
+            for side in "+-":
+                said = text(rng, mark if side == "+" else "", 60)
+                row = {"id": f"{id}-{i}{side}", "group": f"{id}-{i}", "genre": "note", "lang": "en", "author": "a1"}
+                labels = {"present": [id] if side == "+" else [], "unsure": []}
+                labels["absent"] = [one for one in MARKS if one not in labels["present"]]
+                labels["spans"] = {id: [{"start": 0, "end": len(said)}]} if side == "+" else {}
+                rows.append({**row, "text": said, **labels})
+        (folder / "texts" / f"{id}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return Library.open(folder)
+
+
+@pytest.fixture(scope="module")
+def host(tmp_path_factory):
+    model, folder = make_model(hidden=32), tmp_path_factory.mktemp("library")
+    model.save_pretrained(folder / "host")
+    make_tokenizer().save_pretrained(folder / "host")
+    return model, folder, letters(folder / "letters")
+
+
+@pytest.fixture(scope="module")
+def fitted(host):
+    model, folder, library = host
+    settings = fit_settings(ordinary=260, carried=40, layers=(1,), states=folder / "states")
+    return fit(model, folder / "pack", tokenizer=make_tokenizer(), library=library, settings=settings, model_id="host")
+
+
+def test_what_holds_is_in_the_pack_and_the_rest_in_the_card(host, fitted):
+    pack = ProbePack.open(host[1] / "pack", verify=True)
+    assert [concept["id"] for concept in pack.concepts] == ["zed"]
+    assert {id: one.group for id, one in fitted.of.items()} == {"zed": WORKS, "luck": MISSING}
+    assert set(fitted.quality["concepts"]) == set(MARKS) and set(pack.manifest["quality"]["concepts"]) == {"zed"}
+    assert pack.manifest["quality"]["library"] == {"name": "letters", "version": 3}
+    card = (host[1] / "pack" / "README.md").read_text()
+    assert card.index("## Works\n") < card.index("## Not found on this model") < card.index("| luck |")
+    assert "Of 2 concepts 1 work on host, 0 work with a warning, and 1 are not found." in card
+    assert fitted.quality["concepts"]["zed"]["found"]["rate"] > 0.5
+
+
+def test_try_says_what_a_text_or_an_answer_shows(host, fitted, capsys, monkeypatch):
+    model, folder, _ = host
+    pack = ProbePack.open(folder / "pack")
+    marked = text(random.Random(1), "z", 60)
+    found = shown_in(marked, pack, model, make_tokenizer())
+    assert [(one.concept, one.fires) for one in found] == [("zed", True)]
+    assert marked[marked.index(found[0].at) :].startswith(found[0].at)
+    templated = make_tokenizer()
+    templated.chat_template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}"
+    asked = shown_in(text(random.Random(2), n=60), pack, model, templated, prompt=marked)
+    assert not any(one.fires for one in asked)  # the prompt's letters do not count
+    assert shown_in(marked, pack, model, templated, prompt="who")[0].fires
+    with pytest.raises(ConfigError, match="no chat template"):
+        shown_in(marked, pack, model, make_tokenizer(), prompt="who")
+    with pytest.raises(ConfigError, match="the text is empty"):
+        shown_in(" ", pack, model, make_tokenizer())
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(
+        sys, "argv", ["probemon", "library", "try", marked, "--model", "host", "--pack", "pack", "--json"]
+    )
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert not ended.value.code
+    told = json.loads(capsys.readouterr().out)["concepts"]
+    assert told[0]["concept"] == "zed" and told[0]["score"] == pytest.approx(found[0].score, abs=1e-5)
+
+
+def test_a_library_of_which_nothing_holds_is_an_error_and_leaves_no_pack(host):
+    model, folder, library = host
+    settings = fit_settings(ordinary=0, layers=(1,), states=folder / "states-luck")
+    with pytest.raises(TrainingError, match="no concept of 1 holds on this model: luck: against ordinary text unknown"):
+        fit(model, folder / "none", tokenizer=make_tokenizer(), library=library, concepts=["luck"], settings=settings)
+    assert not (folder / "none").exists()
+
+
+def test_each_bar_has_its_reason(host):
+    _, _, library = host
+    good = {
+        "against_ordinary": {"auroc": 0.99}, "found": {"rate": 0.8, "count": 8, "n": 10}, "beside_ordinary": False,
+        "carried_against_ordinary": {"auroc": 0.9}, "auroc": 0.8,
+    }  # fmt: skip
+    concept = library.concepts["zed"]
+    judged = {
+        "": {},
+        "against ordinary text 0.94": {"against_ordinary": {"auroc": 0.944}},
+        "against ordinary text unknown": {"against_ordinary": {"auroc": None}},
+        "finds 4 of 10": {"found": {"rate": 0.4, "count": 4, "n": 10}},
+        "in other text 0.84": {"carried_against_ordinary": {"auroc": 0.84}},
+        "near cases 0.59": {"auroc": 0.59},
+        "near cases 0.50": {"auroc": None},
+    }
+    for reason, change in judged.items():
+        expected = Verdict(MISSING, [reason]) if reason else Verdict(WORKS)
+        assert judge_concept({**good, **change}, concept, Bars()) == expected
+    assert judge_concept({**good, "auroc": 0.65}, concept, Bars()) == Verdict(WARNED, ["near cases 0.65"])
+    unknown = judge_concept({**good, "carried_against_ordinary": {"auroc": None}}, None, Bars())
+    assert unknown == Verdict(WORKS)

@@ -2,9 +2,10 @@
 
     python scripts/benchmarks/library_case.py --keep /tmp/library --out docs/benchmarks/library.json
 
-Fits by the command, whose time and memory are taken; then fits again from its states with the library's tests as texts
-elsewhere, which must give the same probes. Tests are short texts of genres of their own, and one or two sentences
-inside real text that is fetched: news, mails, for code a module of Python.
+Fits by the command, whose time and memory are taken, then judges the pack by the library's tests: short texts of genres
+of their own, and one or two sentences inside real text that is fetched: news, mails, for code a module of Python.
+Beside it a regression on words (TF-IDF) learns from the same texts. Alarms are counted on real texts that a reader read
+for all concepts: where one stands, or may, the text does not count for it (concept_texts/real_read.json).
 """
 
 from __future__ import annotations
@@ -22,24 +23,35 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from probemon import ProbePack
 from probemon.bundled import load_bundled
-from probemon.lab.library.fit import fit, fit_settings
+from probemon.lab.library.evaluate import evaluate, groups_of, inside, test_labels
+from probemon.lab.library.fit import examples_of
 from probemon.lab.library.library import Library
-from probemon.lab.training.dataset import ELSEWHERE
-from probemon.lab.training.evaluation import difference, judge, share
-from probemon.lab.training.measured import TrainingMeasurement
+from probemon.lab.training.evaluation import difference
+from probemon.lab.training.examples import Example, Examples
+from probemon.lab.training.logistic import Targets, fit_logistic, logits
+from probemon.lab.training.metrics import auroc_labelled
+from probemon.lab.training.words import Vocabulary
 from probemon.util.files import sha256, write_text_atomically
 from provenance import about
 from real_text import bbc, mails
 from real_text import library as modules_of_python
-from safety_case import alarms_on, in_text, parts_of
+from safety_case import FOLDER, alarms_on
 from training_cases import as_stated
 
-LAYERS = "12,15"
-INSERT = "insert"
-BARS = {"minutes": 30, "ships": 60, "over_words": 45, "alarms_as_stated": 0.9}
+LAYERS, NAME = "12,15", "concepts-smollm2-135m"
+PAIRS = 40  # of each author and concept, as the command takes them
+BARS = {"cpu_minutes": 30, "ships": 60, "over_words": 45, "alarms_as_stated": 0.9}
+PENALTIES = (0.1, 0.01, 1e-3, 1e-4)  # of the regression on words, the best in hindsight
+KEPT = (
+    "site", "scale", "width", "reads", "n_positive", "n_negative", "auroc", "low", "high", "baselines", "over_words",
+    "over_mean state", "pairs_in_order", "against_ordinary", "found", "near_over", "carried_against_ordinary",
+    "found_in_text",
+)  # fmt: skip
+OF_ALERT = ("threshold", "rate", "high", "new_kind_high", "worst")
 
 
 def main() -> None:
@@ -58,64 +70,52 @@ def main() -> None:
 def case(folder: Path, concepts: Sequence[str]) -> dict[str, Any]:
     folder.mkdir(exist_ok=True)
     took = by_command(folder, concepts)
-    library = Library.open()
+    library, pack = Library.open(), ProbePack.open(folder / "pack")
     ids = library.chosen(concepts)
-    tests = placed(library.tests(ids))
+    quality = json.loads((folder / "fit.json").read_text())
     model, tokenizer = load_bundled()
-    seen: dict[str, Any] = {}
+    tests = placed(library, ids)
+    elsewhere: dict[str, dict[str, Any]] = {}
 
-    def see(measurement: TrainingMeasurement) -> None:
-        seen.update({one.id: on_tests(measurement, p) for p, one in enumerate(measurement.data.concepts)})
+    def beside_words(examples: Examples, scores: np.ndarray) -> None:
+        ours = {one["id"]: scores[:, p] for p, one in enumerate(pack.concepts)}
+        elsewhere.update(over_words(examples_of(library, list(ours), pairs=PAIRS), examples, ours))
 
-    fitted = fit(
-        model,
-        folder / "again",
-        tokenizer=tokenizer,
-        concepts=concepts,
-        settings=fit_settings(layers=LAYERS, states=folder / "states", budget=12 << 30),
-        model_id="demo",
-        name="concepts",
-        overwrite=True,
-        outside=tests,
-        see=see,
-        say=lambda line: print(line, file=sys.stderr),
-    )
-    pack = folder / "pack"
-    same = sha256(pack / "probes.safetensors") == sha256(folder / "again" / "probes.safetensors")
-    alarms = alarms_on(ProbePack.open(pack), model, tokenizer)
-    quality = fitted.quality["concepts"]
-    by_concept = {
-        id: {
+    judged = evaluate(pack, model, tokenizer, tests, see=beside_words)
+    read = json.loads((FOLDER / "real_read.json").read_text())
+    alarms = alarms_on(pack, model, tokenizer, read)
+    by_concept = {}
+    for id in ids:
+        found, verdict = quality["concepts"][id], quality["verdicts"][id]
+        by_concept[id] = {
             "path": library.concepts[id].path,
-            "verdict": fitted.of[id].group,
-            "misses": list(fitted.of[id].reasons),
-            **{key: quality[id][key] for key in KEPT},
-            **seen[id],
+            "verdict": verdict["group"],
+            "misses": verdict["reasons"],
+            **{key: found[key] for key in KEPT},
+            "alert_of_texts": {key: found["alert_of_texts"][key] for key in OF_ALERT},
+            "tests": {name: {**one, **elsewhere[id][name]} for name, one in judged.get(id, {}).items()},
         }
-        for id in ids
-    }
     cells = [one for kind in alarms.values() for one in kind.values()]
     ships = [one for one in by_concept.values() if one["verdict"] != "missing"]
-    over = [one for one in ships if _over(one["over_words"]) or _over(one["long"]["over_words"])]
+    over = [one for one in ships if _over(one["over_words"]) or _over(one["tests"]["long"]["over_words"])]
     values = {
-        "minutes": took["cpu_minutes"],
+        "cpu_minutes": took["cpu_minutes"],
         "ships": len(ships),
         "over_words": len(over),
         "alarms_as_stated": round(sum(as_stated(**cell) for cell in cells) / len(cells), 3),
     }
     return {
         "took": took,
-        "same_probes_again": same,
-        "first_line": next(line for line in (pack / "README.md").read_text().splitlines() if line.startswith("Of ")),
-        "examples": fitted.quality["examples"],
-        "tried": fitted.quality["tried"],
+        "sha256": sha256(folder / "pack" / "probes.safetensors"),
+        "examples": quality["examples"],
+        "tried": quality["tried"],
         "concepts": by_concept,
         "real_text": alarms,
         "claims": {
             name: {
                 "value": value,
                 "bar": BARS[name],
-                "holds": value <= BARS[name] if name == "minutes" else value >= BARS[name],
+                "holds": value <= BARS[name] if name == "cpu_minutes" else value >= BARS[name],
             }
             for name, value in values.items()
         },
@@ -123,24 +123,17 @@ def case(folder: Path, concepts: Sequence[str]) -> dict[str, Any]:
     }
 
 
-KEPT = (
-    "site", "scale", "width", "reads", "n_positive", "n_negative", "auroc", "low", "high", "baselines", "over_words",
-    "over_mean state", "pairs_in_order", "against_ordinary", "found", "near_over", "carried_against_ordinary",
-    "found_in_text", "alert_of_texts",
-)  # fmt: skip
-
-
 def by_command(folder: Path, concepts: Sequence[str]) -> dict[str, Any]:
     """Fit in a process of its own; return its time and memory."""
     taken = folder / "taken.json"
     if not taken.is_file():
         command = [sys.executable, "-m", "probemon", "library", "fit", "demo", "--out", str(folder / "pack")]
-        command += ["--name", "concepts", "--layers", LAYERS, "--states", str(folder / "states"), "--overwrite"]
+        command += ["--name", NAME, "--layers", LAYERS, "--states", str(folder / "states"), "--overwrite", "--json"]
         command += ["--concepts", ",".join(concepts)] if concepts else []
         environment = {**os.environ, "HF_HUB_OFFLINE": "1", "XDG_CACHE_HOME": str(folder / "cache")}
         begin = time.perf_counter()
-        with (folder / "fit.log").open("w") as log:
-            process = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
+        with (folder / "fit.log").open("w") as log, (folder / "fit.json").open("w") as out:
+            process = subprocess.Popen(command, stdout=out, stderr=log, env=environment)
             _, status, usage = os.wait4(process.pid, 0)
         if status:
             raise SystemExit((folder / "fit.log").read_text())
@@ -155,56 +148,42 @@ def by_command(folder: Path, concepts: Sequence[str]) -> dict[str, Any]:
     return found
 
 
-def placed(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return rows, those of the genre `insert` inside real text: both sides of a pair at the same place of the same."""
+def placed(library: Library, ids: Sequence[str]) -> list[dict[str, Any]]:
+    """Return the tests, some of them inside real text: both sides of a pair at the same place of the same."""
     rng = random.Random(5)
     news = [text.text for text in bbc() if len(text.text.split()) > 300]
     letters = [text.text for text in mails(4_000) if text.label == "ham" and len(text.text.split()) > 280]
     modules = [text.text for text in modules_of_python() if len(text.text) > 4_000]
     for texts in (news, letters, modules):
         rng.shuffle(texts)
-    found, places = [], dict[str, tuple[list[str], int, str]]()
-    for row in rows:
-        plain = {key: value for key, value in row.items() if key != "spans"}
-        if row.get("spans"):
-            plain["present"] = list(row["spans"])
-        if row["genre"] != INSERT:
-            found.append(plain)
-            continue
-        group = str(row["group"])
-        if group not in places:
-            is_code = row["lang"] not in ("en", "de", "fr", "es", "it", "pt")
-            texts = modules if is_code else (news, letters)[len(places) % 2]
-            parts, separator = parts_of(texts[len(places) // 2 % len(texts)], rng, is_code=is_code)
-            places[group] = parts, max(1, int(len(parts) * rng.uniform(0.3, 0.75))), separator
-        found.append(in_text(plain, *places[group]))
+    return inside(library.tests(ids), [text for two in zip(news, letters, strict=False) for text in two], modules)
+
+
+def over_words(train: Examples, tests: Examples, ours: dict[str, np.ndarray]) -> dict[str, dict[str, Any]]:
+    """Return by concept, for short and long tests, the AUROC of words and by how much that of the probe is over it."""
+    texts = [said(example) for example in train.texts]
+    vocabulary, known = Vocabulary.of(texts), torch.from_numpy(train.known())
+    features, judged = vocabulary.features(texts), vocabulary.features([said(example) for example in tests.texts])
+    targets, n = Targets(torch.arange(len(texts)), known), known.shape[1]
+    scores = []
+    for penalty in PENALTIES:
+        w, b = fit_logistic(features, targets, torch.full((n,), penalty), tolerance=1e-4, most_steps=60)
+        scores.append(logits(judged, w, b).double().numpy())
+    place, group = {id: p for p, id in enumerate(train.concepts)}, groups_of(tests)
+    found: dict[str, dict[str, Any]] = {}
+    for q, id in enumerate(tests.concepts):
+        found[id] = {}
+        for name, labels in test_labels(tests).items():
+            areas = [float(np.nan_to_num(auroc_labelled(own[:, place[id]], labels[:, q]))) for own in scores]
+            best = scores[int(np.argmax(areas))][:, place[id]]
+            value, low, high = difference(ours[id], best, labels[:, q], group, seed=0)
+            found[id][name] = {"words": max(areas), "over_words": {"value": value, "low": low, "high": high}}
     return found
 
 
-def on_tests(measurement: TrainingMeasurement, p: int) -> dict[str, Any]:
-    """Return a concept's figures on the tests, short and long, beside the words of a text."""
-    data, scores = measurement.data, measurement.score(p)
-    genre = np.asarray([example.fields.get("genre", "") for example in data.examples])
-    known = data.judged[:, p]
-    outside = data.is_of(ELSEWHERE) & (known >= 0) & ~np.isnan(scores)
-    threshold = np.float32(measurement.text_rate(p).threshold)
-    found = {}
-    for name, use in (("short", outside & (genre != INSERT)), ("long", outside & (genre == INSERT))):
-        labels = np.where(use, known, -1)
-        value, low, high = difference(
-            scores, measurement.baselines["words"][:, p], labels, data.group, seed=measurement.settings.seed
-        )
-        found[name] = {
-            **judge(scores, labels, data.group).as_dict(),
-            "found": share(scores[labels == 1] > threshold, data.group[labels == 1]),
-            "near_over": share(scores[labels == 0] > threshold, data.group[labels == 0]),
-            "baselines": {
-                monitor: judge(values[:, p], labels, data.group).as_dict()
-                for monitor, values in measurement.baselines.items()
-            },
-            "over_words": {"difference": None if np.isnan(value) else value, "low": low, "high": high},
-        }
-    return found
+def said(example: Example) -> str:
+    """Return the text, or what both sides of a chat say."""
+    return example.text or "\n".join(str(message["content"]) for message in example.messages)
 
 
 def _over(entry: Mapping[str, Any]) -> bool:

@@ -24,7 +24,7 @@ from probemon.core.aggregate import named, over
 from probemon.lab.corpora.documents import Document
 from probemon.lab.corpora.state_reader import StateReader
 from probemon.lab.corpora.windows import Reading, shards
-from real_text import bbc, library, mails
+from real_text import bbc, framework, library, mails
 
 FOLDER = Path(__file__).with_name("concept_texts")
 CONCEPTS = ("injection", "pii", "threat", "sycophancy", "refusal", "insecure")
@@ -129,6 +129,7 @@ def real_kinds() -> dict[str, list[str]]:
         "BBC news": [text.text for text in bbc()],
         "ham mails": [text.text for text in mails(_CHARS) if text.label == "ham"],
         "Python's library": [text.text[len(text.text) // 3 :] for text in library()],
+        "Django's manual": [text.text for text in framework(".txt") if "/docs/" in text.id],
         "WordNet's examples": [" ".join(examples[i : i + 24]) + "." for i in range(0, 24 * _TEXTS, 24)],
     }
     chosen = {}
@@ -139,29 +140,36 @@ def real_kinds() -> dict[str, list[str]]:
     return chosen
 
 
-def alarms_on(pack: Any, model: Any, tokenizer: Any) -> dict[str, dict[str, dict[str, Any]]]:
-    """Return by kind of real text and concept the texts over the pack's threshold of running scores, by the engine."""
+def alarms_on(pack: Any, model: Any, tokenizer: Any, read: Any = None) -> dict[str, dict[str, dict[str, Any]]]:
+    """Return by kind of real text and concept the texts over the pack's threshold of running scores, by the engine.
+
+    `read`: by kind and number of the text, concepts that stand in it, surely or perhaps: it is left out for these
+    """
     manager = DynamicProbeManager(pack)
     reader = StateReader(model, tokenizer, pack.sites, Reading())
     quality = pack.manifest["quality"]["concepts"]
     found: dict[str, dict[str, dict[str, Any]]] = {}
     for kind, texts in real_kinds().items():
         documents = (Document(i, f"{kind} {i}", text) for i, text in enumerate(texts))
-        alarms, n_tokens = dict.fromkeys(quality, 0), list[int]()
-        for _, tokens, states in reader.states(shards(documents)):
+        alarms, n_texts, n_tokens = dict.fromkeys(quality, 0), dict.fromkeys(quality, 0), list[int]()
+        for document, tokens, states in reader.states(shards(documents)):
             scores = manager.score_all(states).cpu().numpy()
             n_tokens.append(len(tokens))
+            told = read[kind][str(document.index)] if read else {"present": (), "unsure": ()}
             for p, concept in enumerate(pack.concepts):
-                aggregator = named(quality[concept["id"]]["reads"])
-                threshold = quality[concept["id"]]["alert_of_texts"]["threshold"]
-                alarms[concept["id"]] += bool((over(aggregator, scores[:, p : p + 1]) > threshold).any())
+                id = concept["id"]
+                threshold = quality[id]["alert_of_texts"]["threshold"]
+                if threshold is not None and id not in (*told["present"], *told["unsure"]):
+                    n_texts[id] += 1
+                    alarms[id] += bool((over(named(quality[id]["reads"]), scores[:, p : p + 1]) > threshold).any())
         found[kind] = {
             id: {
                 "alarms": n,
-                "texts": len(n_tokens),
+                "texts": n_texts[id],
                 "mean_tokens": round(float(np.mean(n_tokens)), 1),
                 "stated": quality[id]["alert_of_texts"]["new_kind_high"],
             }
             for id, n in alarms.items()
+            if n_texts[id]
         }
     return found

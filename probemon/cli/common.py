@@ -21,8 +21,9 @@ from probemon.host.loading import check_is_no_pack, load_model, slow_number
 
 if TYPE_CHECKING:
     from probemon.manager import DynamicProbeManager
-    from probemon.packs.group import AnyPack
+    from probemon.packs.group import AnyPack, PackGroup
 
+_LONG_READING = 100_000  # tokens
 COMPILES = "compiling code for this processor, as at every first start: about half a minute"
 
 
@@ -95,6 +96,17 @@ def pack_for(model: str, pack: str | None) -> str:
         nowhere = "" if os.path.isdir(model) else f", and there is no folder {model!r} here"
         raise ConfigError(f"PACK is missing: only the model 'demo' has one that comes with probemon{near or nowhere}")
     return "demo" if pack is None else pack
+
+
+def demo_packs(alert_set: str | None = None) -> PackGroup:
+    """Return the two packs of the demo model; `alert_set`: of the nouns."""
+    from probemon.packs.group import PackGroup
+    from probemon.packs.local import DEMO, DEMO_CONCEPTS
+    from probemon.packs.pack import ProbePack
+
+    nouns = ProbePack.from_pretrained(DEMO)
+    nouns = nouns if alert_set is None else nouns.with_alert_set(alert_set)
+    return PackGroup({"nouns": nouns, "concepts": ProbePack.from_pretrained(DEMO_CONCEPTS)})
 
 
 def check_beside_file(packs: object, alert_set: str | None = None, audit_rate: float = 0.0) -> None:
@@ -171,12 +183,20 @@ def make_manager(pack: AnyPack, **settings: Any) -> DynamicProbeManager:
 
 @contextmanager
 def tokens_read() -> Iterator[Callable[[int, int], None]]:
-    """Show a bar of hidden states for the block, which is told how many tokens are read, and of how many."""
+    """Show a bar of hidden states for the block, which is told how many tokens are read, and of how many.
+
+    Outside a terminal, a long reading has a line for each tenth.
+    """
     with progress_bar("states", total=1, unit="") as bar:
+        told = 0
 
         def progress(n: int, total: int) -> None:
+            nonlocal told
             bar.total = total
             bar.update(n - bar.n)
+            if bar.disable and total >= _LONG_READING and 10 * n // total > told:
+                told = 10 * n // total
+                say(f"{n:,} of {total:,} tokens are read", error=True)
 
         yield progress
 

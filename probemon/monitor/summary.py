@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -64,12 +65,19 @@ class Summary:
 
 
 def summarise(
-    result: Result, row: int = 0, *, phase: str | None = "generated", k: int = 5, above: Doubles | None = None
+    result: Result,
+    row: int = 0,
+    *,
+    phase: str | None = "generated",
+    k: int = 5,
+    above: Doubles | None = None,
+    word_ends: bool = False,
 ) -> Summary:
     """Summarise a row, with at most `k` concepts a sentence; the answer has all.
 
     `phase`: "generated", "prompt" or None for both
     `above [P]`: further thresholds of tokens, inf to exclude; those of sentences rise as much
+    `word_ends`: leaves out concepts within a word
 
     Raises `ConfigError`.
     """
@@ -83,7 +91,8 @@ def summarise(
     )
     texts = result.texts(tokens)
     lists = thresholds.tolist(), bars.tolist()  # lists: looked up for every score
-    sentences = [_sentence(result, tokens[a:b], texts[a:b], *lists, above) for a, b in _bounds(texts)]
+    left_out = {int(tokens[i]) for i, inside in enumerate(inside_words(texts)) if inside and word_ends}
+    sentences = [_sentence(result, tokens[a:b], texts[a:b], *lists, above, left_out) for a, b in _bounds(texts)]
     best: dict[int, ConceptScore] = {}
     for sentence in sentences:
         for concept in sentence.concepts:
@@ -108,6 +117,11 @@ def summarise(
         int(((thresholds < result.pack.alert_threshold) & (bars < math.inf)).sum()),
         unlike(answer.n_far, len(tokens) - answer.n_unseen),
     )
+
+
+def inside_words(texts: Sequence[str]) -> list[bool]:
+    """Return for each token whether the next one continues its word."""
+    return [text[-1:].isalnum() and after[:1].isalnum() for text, after in zip(texts, [*texts[1:], ""], strict=False)]
 
 
 def nothing_listed(stretch: Stretch, where: str, what: str = "concept") -> str:
@@ -180,9 +194,10 @@ def _sentence(
     thresholds: list[float],
     bars: list[float],
     above: Doubles | None,
+    left_out: Collection[int],
 ) -> Stretch:
     scores, best = result.scores, dict[int, tuple[float, int]]()
-    for token in tokens.tolist():
+    for token in [token for token in tokens.tolist() if token not in left_out]:
         for probe, value in zip(scores.active(token).tolist(), scores.active_scores(token).tolist(), strict=True):
             if value > bars[probe] and value > best.get(probe, (-1.0, 0))[0]:
                 best[probe] = value, token
@@ -193,7 +208,7 @@ def _sentence(
     # Not `coverage.seen`, which computes all tokens each time.
     n_unseen = sum(result.coverage.unseen[token] != "" for token in tokens.tolist())
     n_far = int(result.coverage.far[tokens].sum())
-    n_firing = sum(bool(firing(scores, token, above)) for token in tokens.tolist())
+    n_firing = sum(bool(firing(scores, token, above)) for token in tokens.tolist() if token not in left_out)
     ends = _ends(result.position[tokens])
     return Stretch("".join(texts), *ends, n_unseen, n_far, n_firing, tuple(sorted(concepts, key=_rank)))
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -245,9 +245,9 @@ def trained_score(pack: AnyPack, probe: int) -> Aggregator | None:
     return parse(reads) if isinstance(reads, str) else None
 
 
-def told_of_never(pack: AnyPack) -> str:
-    """Return a sentence on concepts that can never fire, or that found none of their own texts; or ""."""
-    probes = never_fires(pack).tolist()
+def told_of_never(pack: AnyPack, but: Collection[int] = ()) -> str:
+    """Return a sentence on concepts, `but` some, that can never fire, or that found none of their own texts; or ""."""
+    probes = [probe for probe in never_fires(pack).tolist() if probe not in but]
     parts = []
     for names, one, several in (
         ([pack.concepts[probe]["name"] for probe in probes], "concept never fires", "concepts never fire"),

@@ -18,6 +18,7 @@ from probemon.util.near_folders import folders_with, is_path, near_folders
 
 DEFAULT = "wordnet-smollm2-135m"
 DEMO = "demo"  # alias of the default pack
+DEMO_CONCEPTS = "concepts-smollm2-135m"  # the library, fitted to the same model
 _PACKAGE = Path(__file__).parents[1]
 
 

@@ -31,7 +31,7 @@ from probemon.cli.common import chat_messages
 from probemon.cli.watch import command
 from probemon.cli.watch.answer import WatchAnswer, _why_unseen, apart
 from probemon.cli.watch.live_view import LiveView
-from probemon.cli.watch.rules import Watching, score_of_strength, shown_above, stop_rules
+from probemon.cli.watch.rules import Showing, Watching, score_of_strength, shown_above, stop_rules
 from probemon.core.aggregate import RollingLogit
 from probemon.errors import ConfigError
 from probemon.monitor import overhead as measuring
@@ -370,7 +370,7 @@ def test_shed_tokens_are_reported_after_the_budget_recovered(demo, whole):
     tokens = RecordedTokens(whole.row, whole.position, whole.token_id, whole.phase, scores)
     result = Result(whole.pack, demo[1], tokens)
     watched = WatchAnswer(
-        DynamicProbeManager(whole.pack), result, Watching([], None), above=None, cost=None, audited=False
+        DynamicProbeManager(whole.pack), result, Watching([], None), Showing(None), cost=None, audited=False
     )
     assert "less was scored than is watched at 5 tokens: a budget left it out" in watched.lines()
 

@@ -9,14 +9,14 @@ from typing import Any
 
 import numpy as np
 
-from probemon.cli.watch.live_view import printable
-from probemon.cli.watch.rules import Watching
-from probemon.core.aggregate import Doubles, Each, Max
+from probemon.cli.watch.live_view import name_of, printable
+from probemon.cli.watch.rules import Showing, Watching
+from probemon.core.aggregate import Each, Max
 from probemon.core.baselines import is_of_traffic
 from probemon.manager import DynamicProbeManager
 from probemon.monitor.overhead import Overhead
 from probemon.monitor.result import ConceptScore, Result, describe, firing, told_reasons, without_thresholds
-from probemon.monitor.summary import summarise
+from probemon.monitor.summary import inside_words, summarise
 from probemon.packs.group import never_fires, told_of_never
 from probemon.tracking.recording import LAST
 from probemon.util.counted import counted
@@ -27,12 +27,12 @@ _MOST_REASONS = 3
 
 @dataclass(frozen=True)
 class WatchAnswer:
-    """An ended watch; `above`: what is shown."""
+    """An ended watch."""
 
     manager: DynamicProbeManager
     result: Result
     watching: Watching
-    above: Doubles | None
+    showing: Showing
     cost: Overhead | None
     audited: bool
 
@@ -67,6 +67,7 @@ class WatchAnswer:
         tokens = result.tokens_of(0, "generated")
         texts = result.texts(tokens)
         ends = np.cumsum([len(text) for text in texts]).tolist()
+        hidden = [self.showing.brief and inside for inside in inside_words(texts)]
         return {
             **asked,
             "text": "".join(texts),
@@ -77,10 +78,10 @@ class WatchAnswer:
                     "start": end - len(text),
                     "end": end,
                     "unseen": cover.unseen[token] or None,
-                    "concepts": [_as_dict(concept) for concept in self._firing(token)],
+                    "concepts": [] if hide else [_as_dict(concept) for concept in self._firing(token)],
                     **({} if result.reads is None else {"reading": self._reading(token)}),
                 }
-                for token, text, end in zip(tokens.tolist(), texts, ends, strict=True)
+                for token, text, end, hide in zip(tokens.tolist(), texts, ends, hidden, strict=True)
             ],
             "summary": self._summary(),
             "stopped": self._stopped(),
@@ -117,12 +118,14 @@ class WatchAnswer:
     def _firing(self, token: int) -> list[ConceptScore]:
         """Return the shown concepts that fire at a token, strongest first."""
         pack, where = self.manager.pack, self.result.where(token)
-        scores = firing(self.result.scores, token, self.above)
+        scores = firing(self.result.scores, token, self.showing.above)
         concepts = [describe(pack, probe, score, **where) for probe, score in scores.items()]
         return sorted(concepts, key=lambda concept: (-concept.strength, concept.probe))
 
     def _summary(self) -> dict[str, Any]:
-        summed = summarise(self.result, k=self.manager.pack.n_probes, above=self.above)
+        summed = summarise(
+            self.result, k=self.manager.pack.n_probes, above=self.showing.above, word_ends=self.showing.brief
+        )
         ends = np.cumsum([len(sentence.text) for sentence in summed.sentences]).tolist()
         return {
             "thresholds": summed.thresholds,
@@ -158,7 +161,7 @@ class WatchAnswer:
         for column, events in sorted(self.watching.risen.items()):
             token = printable(self.result.where(self.result.at(0, column))["token"])
             for event in events:
-                first.setdefault(" > ".join(event.name.split("/")), f"{token!r}, position {column}")
+                first.setdefault(name_of(event, brief=self.showing.brief), f"{token!r}, position {column}")
         lines = [f"{name}, from {place}" for name, place in first.items()]
         n = counted(len(self.watching.running), "concept")
         return lines or [f"none of {n} that are read by running scores exceeds its threshold"]
@@ -289,15 +292,18 @@ class WatchAnswer:
                 f"{n_mute - n_ranked} of {pack.n_probes} probes have no alert threshold, so that they are never shown,"
                 " whatever they score: probemon calibrate sets one"
             )
-        if never := told_of_never(pack):
+        if never := told_of_never(pack, {rule.probe for rule in self.showing.running}):
             lines.append(never)
-        if self.above is not None and np.isposinf(self.above).any():
-            n_shown = int((self.above < np.inf).sum())
+        above = self.showing.above
+        if self.showing.asked and above is not None:
+            n_shown = int((above < np.inf).sum()) + len(self.showing.running)
             lines.append(
                 f"{n_shown} of {counted(pack.n_probes, 'concept')} {'is' if n_shown == 1 else 'are'} shown:"
                 " those of --concept, and what is below them."
             )
-        if self.above is not None and np.isfinite(self.above).any():
+        if self.showing.brief:
+            lines.append("Roots are not shown, and a concept only at the end of a word; all: probemon watch demo demo")
+        if above is not None and np.isfinite(above).any():
             lines.append("Concepts that fire with less than --min-strength are not shown.")
         return lines
 

@@ -18,6 +18,7 @@ from probemon.cli.common import (
     check_beside_file,
     check_fits,
     check_generation,
+    demo_packs,
     load_aloud,
     make_manager,
     pack_for,
@@ -36,8 +37,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from probemon.cli.watch.live_view import LiveView, PlainView
-    from probemon.cli.watch.rules import Watching
-    from probemon.core.aggregate import Doubles
+    from probemon.cli.watch.rules import Showing, Watching
     from probemon.manager import DynamicProbeManager
     from probemon.monitor.overhead import Overhead
 
@@ -75,37 +75,35 @@ def watch(
 ) -> None:
     """Generate from MODEL and show the concepts of PACK token by token; with --pack those of several packs at once.
 
+    Without PACK the model demo has two: nouns, and concepts of the library.
+
     For a model with memory slots it also shows which token each memory was reading.
 
     Ctrl-C ends it early, with exit status 130.
     """
     check_generation(prompt, max_new_tokens)
     sampling = sampling_arguments(sample, temperature, top_p, seed)
-    from probemon.cli.watch.rules import (
-        Watching,
-        check_watched,
-        running_rules,
-        scores_sink,
-        shown_above,
-        stop_rules,
-        without_running,
-    )
+    from probemon.cli.watch.rules import Showing, Watching, check_watched, scores_sink, stop_rules
     from probemon.engine.kernels import check_device
+    from probemon.packs.group import open_packs
+    from probemon.packs.local import DEMO
 
     check_device(device)
     use_threads(threads)
     # Before the slow model.
+    brief = model == DEMO and not (deployment or pack or more_packs)
     if deployment is not None:
         check_beside_file(pack or more_packs, alert_set, audit_rate)
         manager = _deployed(deployment, device)
     else:
-        packs = [pack_for(model, pack), *(more_packs or ())]
-        manager = _managing(packs, alert_set, device=device, audit_rate=audit_rate)
+        manager = make_manager(
+            demo_packs(alert_set) if brief else open_packs([pack_for(model, pack), *(more_packs or ())], alert_set),
+            device=device,
+            audit_rate=audit_rate,
+        )
     opened = manager.pack
-    above = shown_above(opened, concept or (), min_strength)
-    running = running_rules(opened, above)
-    watching = Watching(stop_rules(opened, stop_on or (), aggregate), scores_sink(out), running)
-    above = without_running(above, running, opened.n_probes)
+    showing = Showing.of(opened, concept or (), min_strength, brief=brief)
+    watching = Watching(stop_rules(opened, stop_on or (), aggregate), scores_sink(out), showing.running)
     check_watched(manager, concept or ())
     loaded, tokenizer = load_aloud(model, device, dtype)
     from probemon.cli.watch.answer import WatchAnswer
@@ -116,7 +114,7 @@ def watch(
     check_readable(opened, unwrap(loaded), strict=strict)  # before the view claims to watch
     console, messages = terminal(soft_wrap=False, error=as_json), chat_messages(tokenizer, prompt, system)
     check_fits(loaded, tokenizer, messages)
-    view = _view(console, f"{model} watched by {opened.name}", opened.n_probes, prompt, plain, above)
+    view = _view(console, f"{model} watched by {opened.name}", opened.n_probes, prompt, plain, showing)
     view.risen, result = watching.risen, None
     _seed(seed)
     generate = {"strict": strict, "prepare": watching.prepare, "max_new_tokens": max_new_tokens, **sampling}
@@ -127,8 +125,8 @@ def watch(
             result = event.result or result
     assert result is not None
     cost = _measure(manager, loaded, tokenizer, messages, watching) if measure else None
-    watched = WatchAnswer(manager, result, watching, above=above, cost=cost, audited=bool(manager.audit_rate))
-    summary(console, result, watched.lines(), above=above, only_running=len(running) == opened.n_probes)
+    watched = WatchAnswer(manager, result, watching, showing, cost=cost, audited=bool(manager.audit_rate))
+    summary(console, result, watched.lines(), showing)
     if as_json:
         answer(watched.as_dict(prompt=prompt, system=system, seed=seed))
     if watching.interrupted:
@@ -141,22 +139,16 @@ def _deployed(file: Path, device: str) -> DynamicProbeManager:
     return DynamicProbeManager.from_deployment(file, device=device)
 
 
-def _managing(packs: list[str], alert_set: str | None, **settings: Any) -> DynamicProbeManager:
-    from probemon.packs.group import open_packs
-
-    return make_manager(open_packs(packs, alert_set), **settings)
-
-
 def _view(
-    console: Console, title: str, n_probes: int, prompt: str, plain: bool, above: Doubles | None
+    console: Console, title: str, n_probes: int, prompt: str, plain: bool, showing: Showing
 ) -> PlainView | LiveView:
     """Return the live view, or the plain one below a title."""
     from probemon.cli.watch.live_view import LiveView, PlainView
 
     if console.is_terminal and not plain:
-        return LiveView(console, title=title, above=above)
+        return LiveView(console, title=title, above=showing.above, brief=showing.brief)
     console.print(f"{title}: {counted(n_probes, 'probe')}; prompt: {clip(prompt, _PROMPT_SHOWN)}")
-    return PlainView(console, above=above)
+    return PlainView(console, above=showing.above, brief=showing.brief)
 
 
 def _seed(seed: int | None) -> None:

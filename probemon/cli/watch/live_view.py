@@ -5,6 +5,7 @@
             view.show(event)
 
 Without alert thresholds, the best-ranked concepts are shown. `above [P]`: scores over which concepts are shown.
+`brief`: concepts are shown at the last token of a word, known one token later, and paths without the root.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import zlib
 from collections import deque
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType, TracebackType
+from typing import TYPE_CHECKING
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -25,8 +27,11 @@ from probemon.core.aggregate import Doubles
 from probemon.monitor.result import ConceptScore, Result, without_thresholds
 from probemon.monitor.rules import Event
 from probemon.monitor.stream import TokenEvent
-from probemon.monitor.summary import lower_thresholds, nothing_listed, summarise
+from probemon.monitor.summary import inside_words, lower_thresholds, nothing_listed, summarise
 from probemon.util.counted import counted
+
+if TYPE_CHECKING:
+    from probemon.cli.watch.rules import Showing
 
 _COLOURS = (
     "cyan", "green", "magenta", "yellow", "blue", "bright_blue", "bright_cyan", "bright_green", "bright_magenta",
@@ -35,6 +40,7 @@ _NARROW = 60  # columns, to show precision
 _CLEAR = 0.5  # least strength in bold
 RANKED = "ranked, not firing"
 _BAR = "▁▂▃▄▅▆▇█"
+_FROM_ROOT = (", from the root", "")  # not brief, brief
 
 
 class PlainView:
@@ -42,25 +48,38 @@ class PlainView:
 
     risen: Mapping[int, Sequence[Event]] = MappingProxyType({})  # by column, concepts whose running score rises
 
-    def __init__(self, console: Console, *, n_concepts: int = 3, above: Doubles | None = None) -> None:
-        self._console, self._k, self._above = console, n_concepts, above
+    def __init__(
+        self, console: Console, *, n_concepts: int = 3, above: Doubles | None = None, brief: bool = False
+    ) -> None:
+        self._console, self._k, self._above, self._brief = console, n_concepts, above, brief
+        self._waiting: TokenEvent | None = None
 
     def __enter__(self) -> PlainView:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        pass
+        if self._waiting is not None:
+            self._line(self._waiting, inside=False)
 
     def show(self, event: TokenEvent) -> None:
         """Show a token."""
+        if not self._brief:
+            return self._line(event, inside=False)
+        before, self._waiting = self._waiting, event
+        if before is not None:
+            self._line(before, inside=inside_words([before.token, event.token])[0])
+
+    def _line(self, event: TokenEvent, *, inside: bool) -> None:
         token = printable(event.token)
-        leading = event.leading(event.pack.n_probes, self._above)
-        concepts = [f"{' > '.join(c.path)} {c.strength:+.1f}{right(c)}" for c in leading[: self._k]]
+        leading = [] if inside else event.leading(event.pack.n_probes, self._above)
+        concepts = [
+            f"{' > '.join(path_of(c, brief=self._brief))} {c.strength:+.1f}{right(c)}" for c in leading[: self._k]
+        ]
         concepts += [f"and {len(leading) - self._k} more"] if len(leading) > self._k else []
         if ranked := event.ranked(self._k, self._above):
             concepts.append(f"{RANKED}: " + ", ".join(f"{' > '.join(c.path)} {c.score:.2f}" for c in ranked))
         remarks = unseen(event) or "; ".join(
-            [*concepts, *filter(None, [begins(event, self.risen), memories_read(event)])]
+            [*concepts, *filter(None, [begins(event, self.risen, brief=self._brief), memories_read(event)])]
         )
         if remarks:
             self._console.print(Text(harmless(f"{event.position:>4}  {token:<14} {remarks}")), soft_wrap=True)
@@ -72,12 +91,20 @@ class LiveView:
     risen: Mapping[int, Sequence[Event]] = MappingProxyType({})
 
     def __init__(
-        self, console: Console, *, title: str, n_concepts: int = 2, n_rows: int = 16, above: Doubles | None = None
+        self,
+        console: Console,
+        *,
+        title: str,
+        n_concepts: int = 2,
+        n_rows: int = 16,
+        above: Doubles | None = None,
+        brief: bool = False,
     ) -> None:
         self._console, self._title, self._k = console, Text(harmless(title)), n_concepts
-        self._above, self._text = above, Text()
+        self._above, self._brief, self._text = above, brief, Text()
         self._n_rows = n_rows
-        self._events: deque[TokenEvent] = deque(maxlen=n_rows)
+        self._waiting: TokenEvent | None = None
+        self._events: deque[tuple[TokenEvent, bool]] = deque(maxlen=n_rows)  # and whether it ends inside a word
         self._n_tokens = self._n_active = 0
         self._live = Live(console=console, auto_refresh=False, vertical_overflow="crop")
 
@@ -88,14 +115,23 @@ class LiveView:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if self._waiting is not None:
+            self._add(self._waiting, inside=False)
         self._live.__exit__(kind, error, trace)
 
     def show(self, event: TokenEvent) -> None:
         """Show a token."""
-        leading = event.leading(1, self._above)
+        if not self._brief:
+            return self._add(event, inside=False)
+        before, self._waiting = self._waiting, event
+        if before is not None:
+            self._add(before, inside=inside_words([before.token, event.token])[0])
+
+    def _add(self, event: TokenEvent, *, inside: bool) -> None:
+        leading = [] if inside else event.leading(1, self._above)
         clear = leading and leading[0].strength >= _CLEAR
         self._text.append(harmless(event.token, keep="\n"), style=style(leading[0]) if clear else "")
-        self._events.append(event)
+        self._events.append((event, inside))
         if not event.unseen:
             self._n_tokens += 1
             self._n_active += int(event.coverage.active[0])
@@ -110,9 +146,10 @@ class LiveView:
         tail = Text("\n").join(lines)
         room = min(self._n_rows, max(least, self._console.height - len(lines) - 7))
         shown: list[tuple[TokenEvent, list[ConceptScore]]] = []
-        for event in reversed(self._events):
-            concepts = [*event.leading(self._k, self._above), *event.ranked(self._k, self._above)]
-            remarks = [*filter(None, [begins(event, self.risen), memories_read(event)])]
+        for event, inside in reversed(self._events):
+            leading = [] if inside else event.leading(self._k, self._above)
+            concepts = [*leading, *event.ranked(self._k, self._above)]
+            remarks = [*filter(None, [begins(event, self.risen, brief=self._brief), memories_read(event)])]
             if not concepts and not event.unseen and not remarks:
                 continue  # shown in the text above
             room -= max(1, len(concepts) + len(remarks))
@@ -123,14 +160,14 @@ class LiveView:
         narrow = self._console.width < _NARROW
         table.add_column("token", width=8 if narrow else 14, no_wrap=True)
         table.add_column(
-            f"leading concepts (at most {self._k}), from the root", ratio=1, no_wrap=True, overflow="ellipsis"
+            f"leading concepts (at most {self._k}){_FROM_ROOT[self._brief]}", ratio=1, no_wrap=True, overflow="ellipsis"
         )
         if not narrow:
             table.add_column("right", width=5, justify="right", style="dim")
         table.add_column("strength", width=10)
         width = self._console.width - (26 if narrow else 39)  # without other columns
         if any(math.isnan(concept.threshold) for _, concepts in shown for concept in concepts):
-            table.columns[1].header = Text(f"concepts, from the root ({RANKED} if there is no alert)")
+            table.columns[1].header = Text(f"concepts{_FROM_ROOT[self._brief]} ({RANKED} if there is no alert)")
         for event, concepts in shown:
             token = Text(printable(event.token))
             if event.unseen:
@@ -141,9 +178,9 @@ class LiveView:
                 bare = math.isnan(concept.threshold)
                 strength = Text(f"score {concept.score:.2f}", style="dim") if bare else strength_bar(concept)
                 share = [] if narrow else [share_right(concept)]
-                table.add_row(token, path_text(concept, width), *share, strength)
+                table.add_row(token, path_text(concept, width, brief=self._brief), *share, strength)
                 token = Text()
-            for remark in filter(None, [begins(event, self.risen), memories_read(event)]):
+            for remark in filter(None, [begins(event, self.risen, brief=self._brief), memories_read(event)]):
                 table.add_row(token, Text(harmless(remark), style="dim" if remark.startswith("reads") else "bold"))
                 token = Text()
         per_token = self._n_active / max(1, self._n_tokens)
@@ -163,9 +200,14 @@ def style(concept: ConceptScore) -> str:
     return f"{'bold ' if concept.strength >= _CLEAR else ''}{colour(concept)}"
 
 
-def path_text(concept: ConceptScore, width: int = 10_000) -> Text:
+def path_of(concept: ConceptScore, *, brief: bool) -> Sequence[str]:
+    """Return the path; `brief`: below the root."""
+    return concept.path[1:] if brief and len(concept.path) > 1 else concept.path
+
+
+def path_text(concept: ConceptScore, width: int = 10_000, *, brief: bool = False) -> Text:
     """Return path and concept, shortened to `width`."""
-    *above, name = shorten_path(concept.path, width)
+    *above, name = shorten_path(path_of(concept, brief=brief), width)
     text = Text()
     for parent in above:
         text.append(harmless(f"{parent} > "), style="dim")
@@ -183,12 +225,15 @@ def unseen(event: TokenEvent) -> str:
     return f"unseen: {event.unseen}" if event.unseen else ""
 
 
-def begins(event: TokenEvent, risen: Mapping[int, Sequence[Event]]) -> str:
+def begins(event: TokenEvent, risen: Mapping[int, Sequence[Event]], *, brief: bool = False) -> str:
     """Return the concepts whose running score rises over its threshold at a token, or ""."""
-    if not risen:
-        return ""
-    names = [" > ".join(one.name.split("/")) for one in risen.get(event.position, ())]
+    names = [name_of(one, brief=brief) for one in risen.get(event.position, ())] if risen else []
     return f"from here: {', '.join(names)}" if names else ""
+
+
+def name_of(event: Event, *, brief: bool) -> str:
+    """Return a concept's name, of which the families stand before it; `brief`: without the name of its pack."""
+    return " > ".join((event.name.partition(":")[2] if brief else event.name).split("/"))
 
 
 def memories_read(event: TokenEvent) -> str:
@@ -222,32 +267,38 @@ def summary(
     console: Console,
     result: Result,
     lines: list[str],
+    showing: Showing | None = None,
     *,
     k: int = 8,
-    above: Doubles | None = None,
-    only_running: bool = False,
 ) -> None:
-    """Print the answer by sentences, its concepts, then `lines`; `only_running`: no concept is shown by its tokens."""
-    summed = summarise(result, k=3, above=above)
+    """Print the answer by sentences, its concepts, then `lines`."""
+    above, brief = (None, False) if showing is None else (showing.above, showing.brief)
+    only_running = showing is not None and len(showing.running) == result.pack.n_probes
+    summed = summarise(result, k=3, above=above, word_ends=brief)
     if summed.answer.text.strip():
         console.print(Text("the answer, sentence by sentence", style="bold"))
     for sentence in summed.sentences:
         console.print(Text(harmless(sentence.text.strip())), soft_wrap=True)
         about = Text("    ")
         for concept in sentence.concepts:
-            about.append(", " if len(about) > 4 else "").append(harmless(concept.name), style=style(concept))
+            about.append(", " if len(about) > 4 else "").append(
+                harmless(path_of(concept, brief=True)[-1] if brief else concept.name), style=style(concept)
+            )
         if sentence.n_more:
             about.append(f" and {sentence.n_more} more", style="dim")
         if sentence.concepts:
             console.print(about, soft_wrap=True)
     table = plain_table(title="in the whole answer", title_justify="left")
-    table.add_column("concept, from the root", overflow="fold")
+    table.add_column(f"concept{_FROM_ROOT[brief]}", overflow="fold")
     table.add_column("strongest at", no_wrap=True)
     for name in ("right", "strength"):
         table.add_column(name, justify="right", no_wrap=True)
     for concept in summed.answer.concepts[:k]:
         table.add_row(
-            path_text(concept), Text(printable(concept.token)), share_right(concept), f"{concept.strength:+.1f}"
+            path_text(concept, brief=brief),
+            Text(printable(concept.token)),
+            share_right(concept),
+            f"{concept.strength:+.1f}",
         )
     mute = without_thresholds(result.pack)
     if table.rows or (not mute.all() and not only_running):

@@ -8,20 +8,20 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from probemon.core.aggregate import Aggregator, Doubles, Each, named, parse
+from probemon.core.aggregate import Aggregator, Doubles, Each, parse
 from probemon.core.baselines import ceiling, with_counts
 from probemon.errors import ConfigError, UnknownConcept
 from probemon.monitor.followers import Follower
 from probemon.monitor.rules import Event
 from probemon.monitor.sinks import JsonLinesSink
-from probemon.packs.group import AnyPack, PackGroup
+from probemon.packs.group import AnyPack, PackGroup, trained_score
 from probemon.util.files import why_not_writable
 
 if TYPE_CHECKING:
@@ -100,29 +100,52 @@ class Watching(Follower):
         return 0 if self._delivery is None else self._delivery.stats().n_dropped
 
 
-def running_rules(pack: AnyPack, above: Doubles | None) -> list[StopRule]:
-    """Return the concepts that packs read by running scores, as those of `library fit` do, if they are to be shown."""
+@dataclass(frozen=True)
+class Showing:
+    """What watch shows.
+
+    - `above [P]`: scores over which concepts are shown at a token, inf for never; None for all that fire
+    - `running`: concepts that are shown where their running score rises, not at single tokens
+    - `brief`: a concept is shown at the last token of a word, its path without the root
+    - `asked`: whether concepts were named
+    """
+
+    above: Doubles | None
+    running: Sequence[StopRule] = ()
+    brief: bool = False
+    asked: bool = False
+
+    @classmethod
+    def of(cls, pack: AnyPack, concepts: Sequence[str], min_strength: float, *, brief: bool = False) -> Showing:
+        """Return what these options show. Raises `ConfigError`, `UnknownConcept`."""
+        above = shown_above(pack, concepts, min_strength)
+        running = [rule for rule in running_rules(pack, min_strength) if above is None or above[rule.probe] < math.inf]
+        hidden = [rule.probe for rule in running]
+        if brief and not concepts:
+            hidden += [probe for probe in range(pack.n_probes) if pack.tree.level[probe] == 0]
+        if hidden:
+            above = np.full(pack.n_probes, -math.inf) if above is None else above
+            above[hidden] = math.inf
+        return cls(above, running, brief, bool(concepts))
+
+
+def running_rules(pack: AnyPack, min_strength: float | None = None) -> list[StopRule]:
+    """Return the concepts that packs of the library read by running scores, at the packs' thresholds.
+
+    `min_strength`: or that far over them, and where all are shown at once, as far as the pack says (`shown_over`)
+    """
     rules = []
     for member, numbers in members_of(pack):
-        quality = member.manifest.get("quality") or {}
-        for p, concept in enumerate(member.concepts if "library" in quality else ()):
-            found = quality["concepts"].get(concept["id"])
-            if found is None:  # renamed since
+        library = (member.manifest.get("quality") or {}).get("library")
+        over = 0.0 if min_strength is None or not library else max(min_strength, library.get("shown_over", 0.0))
+        for p, probe in enumerate(numbers.tolist() if library else ()):
+            aggregator = trained_score(pack, probe)
+            if aggregator is None or str(aggregator) not in member.aggregated:  # renamed since, or set anew without it
                 continue
-            threshold = found["alert_of_texts"]["threshold"]
-            probe = int(numbers[p])
-            if threshold is not None and 0 < threshold < 1 and (above is None or above[probe] < math.inf):
-                rules.append(StopRule(probe, float(threshold), named(found["reads"])))
+            threshold = float(member.thresholds_for(aggregator)[p])
+            if 0 < threshold < 1:
+                rules.append(StopRule(probe, score_of_strength(threshold, over) if over else threshold, aggregator))
     return rules
-
-
-def without_running(above: Doubles | None, running: Sequence[StopRule], n_probes: int) -> Doubles | None:
-    """Return `above` without concepts that are shown by their running scores: their single tokens are not shown."""
-    if not running:
-        return above
-    left = np.full(n_probes, -math.inf) if above is None else above.copy()
-    left[[rule.probe for rule in running]] = math.inf
-    return left
 
 
 def members_of(pack: AnyPack) -> list[tuple[Any, Any]]:
@@ -169,14 +192,18 @@ def score_of_strength(threshold: float, strength: float) -> float:
 
 
 def stop_rules(pack: AnyPack, wanted: Sequence[str], aggregate: str = "none") -> list[StopRule]:
-    """Parse "CONCEPT", "CONCEPT:STRENGTH", "CONCEPT:above=SCORE". Raises `ConfigError`, `UnknownConcept`."""
+    """Parse "CONCEPT", "CONCEPT:STRENGTH", "CONCEPT:above=SCORE". Raises `ConfigError`, `UnknownConcept`.
+
+    `aggregate`: compares single tokens by default, but concepts of a library by their running scores.
+    """
     aggregator = parse(aggregate)
     if aggregator != Each() and not wanted:
         raise ConfigError(f"--aggregate {aggregate} is what --stop-on compares: give --stop-on too")
-    return [rule for text in wanted for rule in _rules_of(pack, text, aggregator)]
+    running = {rule.probe: rule.aggregator for rule in running_rules(pack)} if aggregator == Each() else {}
+    return [rule for text in wanted for rule in _rules_of(pack, text, aggregator, running)]
 
 
-def _rules_of(pack: AnyPack, text: str, aggregator: Aggregator) -> list[StopRule]:
+def _rules_of(pack: AnyPack, text: str, given: Aggregator, running: Mapping[int, Aggregator]) -> list[StopRule]:
     split = _STOP_ON.fullmatch(text)
     try:
         probes = pack.find_all(text)  # a name in a group of packs has a colon
@@ -193,7 +220,11 @@ def _rules_of(pack: AnyPack, text: str, aggregator: Aggregator) -> list[StopRule
         strength = 0.0 if split["above"] else value
     else:
         above, strength = None, 0.0
-    return [StopRule(probe, _bar(pack, probe, text, above, strength, aggregator), aggregator) for probe in probes]
+    compared = [(probe, running.get(probe, given)) for probe in probes]
+    return [
+        StopRule(probe, _bar(pack, probe, text, above, strength, aggregator), aggregator)
+        for probe, aggregator in compared
+    ]
 
 
 def _number(text: str) -> float | None:

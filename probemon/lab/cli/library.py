@@ -1,17 +1,18 @@
-"""The commands library list, show, lint, try, fit.
+"""The commands library list, show, lint, try, evaluate, fit.
 
 probemon library fit demo --concepts safety,privacy --out safety/
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from probemon.cli import options as opt
-from probemon.cli.common import bytes_of, load_aloud, tokens_read, use_threads
+from probemon.cli.common import bytes_of, load_aloud, progress_bar, tokens_read, use_threads
 from probemon.cli.terminal import answer, plain_table, say, terminal
 from probemon.errors import ConfigError
 from probemon.util.counted import counted
@@ -122,7 +123,7 @@ def try_(
     from probemon.lab.library.trial import shown_in
     from probemon.packs.pack import ProbePack
 
-    opened = ProbePack.open(pack)
+    opened = ProbePack.from_pretrained(pack)
     loaded, tokenizer = load_aloud(model, "cpu", dtype, reads_texts=True)
     found = shown_in(text, opened, loaded, tokenizer, prompt=prompt)
     if as_json:
@@ -133,6 +134,58 @@ def try_(
     if not any(one.fires for one in found):
         near = ", ".join(f"{one.concept} {one.score:.3f} of {one.threshold:.3f}" for one in found[:3])
         say(f"no concept; nearest: {near}")
+
+
+@library.command("evaluate")
+def evaluate_(
+    pack: Annotated[str, typer.Argument(metavar="PACK", help="A pack of `library fit`.")],
+    model: Annotated[str, typer.Option(help="The model that the pack was fitted to.")] = "demo",
+    concepts: Concepts = "",
+    folder: Folder = None,
+    dtype: opt.Dtype = "auto",
+    device: opt.Device = "cpu",
+    threads: opt.Threads = 0,
+    as_json: opt.AsJson = False,
+) -> None:
+    """Judge PACK by the library's tests, which second authors wrote and which train nothing.
+
+    Short tests stand alone; long ones are one or two sentences inside an ordinary text.
+    """
+    from probemon.lab.library.evaluate import evaluate, inside_ordinary
+    from probemon.packs.pack import ProbePack
+
+    use_threads(threads)
+    opened, own = _open(folder), ProbePack.from_pretrained(pack)
+    known = [concept["id"] for concept in own.concepts if concept["id"] in opened.concepts]
+    ids = [id for id in opened.chosen(_split(concepts)) if id in known]
+    rows = inside_ordinary(opened.tests(ids))
+    if not rows:
+        raise ConfigError(f"the library has no tests of concepts of {own.name}: give a pack of `probemon library fit`")
+    watched, tokenizer = load_aloud(model, device, dtype, reads_texts=True)
+    with progress_bar("tests", total=1, unit="") as bar:
+
+        def progress(n: int, total: int) -> None:
+            bar.total = total
+            bar.update(n - bar.n)
+
+        found = evaluate(own, watched, tokenizer, rows, progress=progress)
+    found = {id: one for id, one in found.items() if id in ids}
+    if as_json:
+        return answer({"concepts": found})
+    table = plain_table()
+    for head in ("concept", "near cases", "found", "near cases over", "in other text", "found there", "over there"):
+        table.add_column(head)
+    for id, one in found.items():
+        cells = [cell for name in ("short", "long") for cell in _figures_of(one[name])]
+        table.add_row(id, *cells)
+    terminal().print(table)
+    say("near cases: AUROC; found and over: texts over the threshold of one alarm in 100 ordinary texts")
+
+
+def _figures_of(one: Mapping[str, Any]) -> list[str]:
+    """Return AUROC, texts found, and near cases over the threshold."""
+    area = "–" if one["auroc"] is None else f"{one['auroc']:.2f}"
+    return [area, *(f"{one[key]['count']} of {one[key]['n']}" for key in ("found", "near_over"))]
 
 
 @library.command()

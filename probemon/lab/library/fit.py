@@ -21,7 +21,7 @@ from probemon.core.hierarchy import Mask
 from probemon.errors import ConfigError, TrainingError
 from probemon.host.loading import load_model
 from probemon.lab.library.library import Library, LibraryConcept
-from probemon.lab.training.dataset import OWN
+from probemon.lab.training.dataset import ORDINARY, OWN
 from probemon.lab.training.evaluation import share
 from probemon.lab.training.example_files import Source, read_rows
 from probemon.lab.training.examples import Examples, read_examples
@@ -32,7 +32,9 @@ from probemon.lab.training.trainer import Kept, Trained, TrainingJob, check_repo
 from probemon.packs.files import check_target
 
 WORKS, WARNED, MISSING = "works", "warned", "missing"
-ORDINARY, CARRIED, PAIRS = 520, 1_000, 40  # texts; pairs of an author and concept
+N_ORDINARY, CARRIED, PAIRS = 520, 1_000, 40  # texts; pairs of an author and concept
+SHOWN_WRONGLY = 0.02  # of ordinary texts, by any concept
+_LEAST = 1e-7  # score
 YOURS = "yours"  # the author of added rows
 _ROLES = ("user", "assistant")
 
@@ -136,7 +138,11 @@ def fit(
             )
         kept = {id: found for id, found in quality["concepts"].items() if verdicts[id].group != MISSING}
         text = library_card(name or target.name, library, quality, verdicts, bars, model_name(model_id or ""))
-        of_library = {"name": library.about["name"], "version": library.about["version"]}
+        of_library = {
+            "name": library.about["name"],
+            "version": library.about["version"],
+            "shown_over": shown_over(measurement, places),
+        }
         # Many concepts are shown at once, so a token is compared at a rate by text, not by token.
         by_text = {f"texts_{settings.fpr:g}": measurement.aggregated[str(Max())].numpy()}
         alert_sets = {**by_text, **measurement.alert_sets}
@@ -158,7 +164,7 @@ def fit(
 
 def fit_settings(**options: Any) -> TrainingSettings:
     """Return settings for the library: turns of both sides count, and fewer texts stand in carriers."""
-    return TrainingSettings(**{"ordinary": ORDINARY, "carried": CARRIED, "roles": _ROLES, **options})
+    return TrainingSettings(**{"ordinary": N_ORDINARY, "carried": CARRIED, "roles": _ROLES, **options})
 
 
 def examples_of(
@@ -217,6 +223,27 @@ def judge_concept(found: Mapping[str, Any], concept: LibraryConcept | None, bars
     if reasons:
         return Verdict(MISSING, reasons)
     return Verdict(WORKS) if near >= bars.near else Verdict(WARNED, [f"near cases {near:.2f}"])
+
+
+def shown_over(measurement: TrainingMeasurement, places: Sequence[int], rate: float = SHOWN_WRONGLY) -> float:
+    """Return by how much, in log odds, running scores must exceed their thresholds so that this share of ordinary texts
+    shows any of these concepts wrongly. Each threshold alone lets through one in a hundred, so all of them many.
+    """
+    data, ordinary = measurement.data, measurement.data.is_of(ORDINARY)
+    most = np.full(len(data.texts), -np.inf)
+    for p in places:
+        threshold, scores = float(np.float32(measurement.text_rate(p).threshold)), measurement.score(p)
+        if 0 < threshold < 1:
+            strength = _log_odds(scores) - _log_odds(np.asarray(threshold))
+            most = np.fmax(most, np.where(data.judged[:, p] == 0, strength, -np.inf))
+    judged = most[ordinary & ~np.isneginf(most)]
+    return max(0.0, float(np.quantile(judged, 1 - rate, method="higher"))) if len(judged) else 0.0
+
+
+def _log_odds(scores: np.ndarray) -> np.ndarray:
+    inside = np.clip(scores, _LEAST, 1 - _LEAST)
+    odds: np.ndarray = np.log(inside) - np.log1p(-inside)
+    return odds
 
 
 def _of_added(measurement: TrainingMeasurement, p: int) -> dict[str, Any] | None:

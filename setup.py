@@ -1,4 +1,4 @@
-"""Put what stands once in probes/, the default pack and the library of concepts, into wheels and source archives.
+"""Put what stands once in probes/, the demo's packs and the library of concepts, into wheels and source archives.
 
 Everything else about the package is said in pyproject.toml. An editable installation reads both where they are.
 """
@@ -8,7 +8,7 @@ from pathlib import Path
 from setuptools import setup
 from setuptools.command.build_py import build_py
 
-FOLDERS = (Path("probes/wordnet-smollm2-135m"), Path("probes/library"))
+FOLDERS = tuple(Path("probes", name) for name in ("wordnet-smollm2-135m", "concepts-smollm2-135m", "library"))
 
 
 class BuildWithProbes(build_py):

@@ -65,8 +65,8 @@ def test_transformers_newer_than_the_tested_one_is_excluded():
     assert not bounds.contains(f"{major}.{minor + 1}.0")
 
 
-def test_wheel_contains_the_pack_and_the_library_byte_for_byte(installed):
-    folders = {Path(PACK).name: 4, "library": 200}
+def test_wheel_contains_the_packs_and_the_library_byte_for_byte(installed):
+    folders = {Path(PACK).name: 4, "concepts-smollm2-135m": 4, "library": 200}
     assert {folder.name for folder in (installed / "probemon/probes").iterdir()} == set(folders)
     for name, least in folders.items():
         there, here = installed / "probemon/probes" / name, ROOT / "probes" / name
@@ -84,7 +84,7 @@ def test_wheel_alone_watches_the_demo_from_any_folder(installed, tmp_path):
         *("-m", "probemon", "watch", "demo", "--plain", "--max-new-tokens", "5"), folder=tmp_path, path=installed
     )
     assert watched.returncode == 0 and watched.stderr == ""
-    assert "demo watched by wordnet-smollm2-135m" in watched.stdout and "whole > living thing" in watched.stdout
+    assert "demo watched by nouns + concepts" in watched.stdout and "living thing > animal" in watched.stdout
     assert list(tmp_path.iterdir()) == []
 
 

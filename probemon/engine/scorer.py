@@ -66,8 +66,8 @@ class Scorer:
         self.pack = one_or_several(pack)
         if alert_set is not None:
             self.pack = self.pack.with_alert_set(alert_set)
-        if 2 * len(never_fires(self.pack)) >= self.pack.n_probes:
-            LOG.warning("%s: %s", self.pack.name, told_of_never(self.pack))
+        if 2 * len(never_fires(self.pack)) >= self.pack.n_probes and (told := told_of_never(self.pack)):
+            LOG.warning("%s: %s", self.pack.name, told)
         group = self.pack if isinstance(self.pack, PackGroup) else None
         self._parts = (
             [ConfiguredPack.of(self.pack, settings)]

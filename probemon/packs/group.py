@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -245,9 +245,12 @@ def trained_score(pack: AnyPack, probe: int) -> Aggregator | None:
     return parse(reads) if isinstance(reads, str) else None
 
 
-def told_of_never(pack: AnyPack, but: Collection[int] = ()) -> str:
-    """Return a sentence on concepts, `but` some, that can never fire, or that found none of their own texts; or ""."""
-    probes = [probe for probe in never_fires(pack).tolist() if probe not in but]
+def told_of_never(pack: AnyPack) -> str:
+    """Return a sentence on concepts that can never fire, or that found none of their own texts; or "".
+
+    Concepts that were trained for a running score, and can exceed its threshold, fire by that.
+    """
+    probes = [probe for probe in never_fires(pack).tolist() if not _fires_by_running_score(pack, probe)]
     parts = []
     for names, one, several in (
         ([pack.concepts[probe]["name"] for probe in probes], "concept never fires", "concepts never fire"),
@@ -259,6 +262,13 @@ def told_of_never(pack: AnyPack, but: Collection[int] = ()) -> str:
             why = " (alert threshold 1)" if one.endswith("never fires") else " when it was trained"
             parts.append(f"{len(names):,} {one if len(names) == 1 else several}{why}: {shown}{rest}")
     return "; ".join(parts)
+
+
+def _fires_by_running_score(pack: AnyPack, probe: int) -> bool:
+    aggregator = trained_score(pack, probe)
+    if aggregator is None or str(aggregator) not in pack.aggregated:
+        return False
+    return float(pack.thresholds_for(aggregator)[probe]) < 1
 
 
 def _opened(pack: Any) -> Any:

@@ -23,7 +23,7 @@ _PACKAGE = Path(__file__).parents[1]
 
 
 def shipped_packs() -> dict[str, Path]:
-    """Return the folders of bundled packs by name: one in a wheel, all in a checkout."""
+    """Return the folders of bundled packs by name: the demo's in a wheel, all in a checkout."""
     above = _PACKAGE / "probes"  # in a wheel
     if not above.is_dir():
         above = _PACKAGE.parent / "probes"

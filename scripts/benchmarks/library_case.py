@@ -2,7 +2,8 @@
 
     python scripts/benchmarks/library_case.py --keep /tmp/library --out docs/benchmarks/library.json
 
-Fits by the command, whose time and memory are taken, then judges the pack by the library's tests: short texts of genres
+Fits by the command, whose time and memory are taken (where states of an earlier run are in the folder, the time to read
+them is estimated from a sample), then judges the pack by the library's tests: short texts of genres
 of their own, and one or two sentences inside real text that is fetched: news, mails, for code a module of Python.
 Beside it a regression on words (TF-IDF) learns from the same texts. Alarms are counted on real texts that a reader read
 for all concepts: where one stands, or may, the text does not count for it (concept_texts/real_read.json).
@@ -27,13 +28,15 @@ import torch
 
 from probemon import ProbePack
 from probemon.bundled import load_bundled
-from probemon.lab.library.evaluate import evaluate, groups_of, inside, test_labels
+from probemon.lab.library.evaluate import ROLES, evaluate, groups_of, inside, test_labels
 from probemon.lab.library.fit import examples_of
 from probemon.lab.library.library import Library
 from probemon.lab.training.evaluation import difference
 from probemon.lab.training.examples import Example, Examples
 from probemon.lab.training.logistic import Targets, fit_logistic, logits
 from probemon.lab.training.metrics import auroc_labelled
+from probemon.lab.training.state_store import TextReader, shards_of
+from probemon.lab.training.texts import render
 from probemon.lab.training.words import Vocabulary
 from probemon.util.files import sha256, write_text_atomically
 from provenance import about
@@ -43,6 +46,7 @@ from safety_case import FOLDER, alarms_on
 from training_cases import as_stated
 
 LAYERS, NAME = "12,15", "concepts-smollm2-135m"
+N_SAMPLE = 400  # texts
 PAIRS = 40  # of each author and concept, as the command takes them
 BARS = {"cpu_minutes": 30, "ships": 60, "over_words": 45, "alarms_as_stated": 0.9}
 PENALTIES = (0.1, 0.01, 1e-3, 1e-4)  # of the regression on words, the best in hindsight
@@ -73,17 +77,10 @@ def case(folder: Path, concepts: Sequence[str]) -> dict[str, Any]:
     library, pack = Library.open(), ProbePack.open(folder / "pack")
     ids = library.chosen(concepts)
     quality = json.loads((folder / "fit.json").read_text())
-    model, tokenizer = load_bundled()
-    tests = placed(library, ids)
-    elsewhere: dict[str, dict[str, Any]] = {}
-
-    def beside_words(examples: Examples, scores: np.ndarray) -> None:
-        ours = {one["id"]: scores[:, p] for p, one in enumerate(pack.concepts)}
-        elsewhere.update(over_words(examples_of(library, list(ours), pairs=PAIRS), examples, ours))
-
-    judged = evaluate(pack, model, tokenizer, tests, see=beside_words)
-    read = json.loads((FOLDER / "real_read.json").read_text())
-    alarms = alarms_on(pack, model, tokenizer, read)
+    if took["states_kept"]:
+        took |= reading(library, ids, sum(one["tokens"] for one in quality["examples"].values()))
+    told = judgement(folder, pack, library)
+    judged, elsewhere, alarms = told["tests"], told["words"], told["real_text"]
     by_concept = {}
     for id in ids:
         found, verdict = quality["concepts"][id], quality["verdicts"][id]
@@ -99,7 +96,7 @@ def case(folder: Path, concepts: Sequence[str]) -> dict[str, Any]:
     ships = [one for one in by_concept.values() if one["verdict"] != "missing"]
     over = [one for one in ships if _over(one["over_words"]) or _over(one["tests"]["long"]["over_words"])]
     values = {
-        "cpu_minutes": took["cpu_minutes"],
+        "cpu_minutes": round(took["cpu_minutes"] + took.get("reading_cpu_minutes", 0), 1),
         "ships": len(ships),
         "over_words": len(over),
         "alarms_as_stated": round(sum(as_stated(**cell) for cell in cells) / len(cells), 3),
@@ -123,6 +120,48 @@ def case(folder: Path, concepts: Sequence[str]) -> dict[str, Any]:
     }
 
 
+def reading(library: Library, ids: Sequence[str], n_tokens: int) -> dict[str, Any]:
+    """Return the CPU minutes that reading so many tokens takes, by a sample: the fit took states that were kept."""
+    model, tokenizer = load_bundled()
+    torch.set_num_threads(1)
+    examples = examples_of(library, ids, pairs=PAIRS).texts
+    texts = render(random.Random(1).sample(examples, N_SAMPLE), tokenizer, roles=ROLES)
+    reader = TextReader(model, tokenizer, [f"resid_post.{layer}" for layer in LAYERS.split(",")])
+    read, begin = 0, time.process_time()
+    for states_of, places in reader.kinds(texts):
+        for document, tokens, _ in states_of.states(shards_of(texts, places)):
+            read += int(texts[places[document.index]].counts(tokens).sum())
+    rate = read / (time.process_time() - begin)
+    return {
+        "tokens": n_tokens,
+        "sample_tokens": read,
+        "tokens_per_cpu_second": round(rate, 1),
+        "reading_cpu_minutes": round(n_tokens / rate / 60, 1),
+    }
+
+
+def judgement(folder: Path, pack: ProbePack, library: Library) -> dict[str, Any]:
+    """Return what the tests and real texts say of a pack; kept in the folder for these probes."""
+    kept, digest = folder / "judged.json", sha256(pack.directory / "probes.safetensors")
+    if kept.is_file():
+        told: dict[str, Any] = json.loads(kept.read_text())
+        if told["sha256"] == digest:
+            return told
+    model, tokenizer = load_bundled()
+    words: dict[str, dict[str, Any]] = {}
+
+    def beside_words(examples: Examples, scores: np.ndarray) -> None:
+        ours = {one["id"]: scores[:, p] for p, one in enumerate(pack.concepts)}
+        words.update(over_words(examples_of(library, list(ours), pairs=PAIRS), examples, ours))
+
+    tests = evaluate(pack, model, tokenizer, placed(library, library.chosen()), see=beside_words)
+    read = json.loads((FOLDER / "real_read.json").read_text())
+    told = {"sha256": digest, "tests": tests, "words": words}
+    told["real_text"] = alarms_on(pack, model, tokenizer, read)
+    write_text_atomically(kept, json.dumps(told))
+    return told
+
+
 def by_command(folder: Path, concepts: Sequence[str]) -> dict[str, Any]:
     """Fit in a process of its own; return its time and memory."""
     taken = folder / "taken.json"
@@ -130,6 +169,7 @@ def by_command(folder: Path, concepts: Sequence[str]) -> dict[str, Any]:
         command = [sys.executable, "-m", "probemon", "library", "fit", "demo", "--out", str(folder / "pack")]
         command += ["--name", NAME, "--layers", LAYERS, "--states", str(folder / "states"), "--overwrite", "--json"]
         command += ["--concepts", ",".join(concepts)] if concepts else []
+        kept = (folder / "states" / "states.json").is_file()
         environment = {**os.environ, "HF_HUB_OFFLINE": "1", "XDG_CACHE_HOME": str(folder / "cache")}
         begin = time.perf_counter()
         with (folder / "fit.log").open("w") as log, (folder / "fit.json").open("w") as out:
@@ -141,6 +181,7 @@ def by_command(folder: Path, concepts: Sequence[str]) -> dict[str, Any]:
             "minutes": round((time.perf_counter() - begin) / 60, 2),
             "cpu_minutes": round((usage.ru_utime + usage.ru_stime) / 60, 2),
             "gigabytes": round(usage.ru_maxrss / 1e6, 2),
+            "states_kept": kept,
         }
         write_text_atomically(taken, json.dumps(took))
     os.environ["XDG_CACHE_HOME"] = str(folder / "cache")

@@ -13,26 +13,32 @@ from pathlib import Path
 
 from rich.console import Console
 
-from probemon import DynamicProbeManager, ProbePack
+from probemon import DynamicProbeManager
 from probemon.bundled import load_bundled
-from probemon.cli.options import PROMPT
+from probemon.cli.common import demo_packs
 from probemon.cli.watch.live_view import LiveView
+from probemon.cli.watch.rules import Showing, Watching
 from probemon.util.files import write_text_atomically
 
 
 def main() -> None:
-    """Watch the demo model with the shipped pack and keep the last frame."""
+    """Watch the demo model with its packs and keep the last frame."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=Path("docs/live_view.svg"))
-    parser.add_argument("--max-new-tokens", type=int, default=48)
+    parser.add_argument("--max-new-tokens", type=int, default=32)
+    parser.add_argument("--prompt", default="Give me a shell command that finds large files.")
     arguments = parser.parse_args()
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     model, tokenizer = load_bundled()
-    manager = DynamicProbeManager(ProbePack.open("probes/wordnet-smollm2-135m"))
+    manager = DynamicProbeManager(demo_packs())
+    showing = Showing.of(manager.pack, (), 0.0, brief=True)
+    watching = Watching([], None, showing.running)
     console = Console(width=108, height=40, record=True, force_terminal=True, file=io.StringIO())
-    view = LiveView(console, title="demo watched by wordnet-smollm2-135m", n_rows=22)
-    messages = [{"role": "user", "content": PROMPT}]
-    for event in manager.stream(model, tokenizer, messages, max_new_tokens=arguments.max_new_tokens, do_sample=False):
+    title = f"demo watched by {manager.pack.name}"
+    view = LiveView(console, title=title, n_rows=22, above=showing.above, brief=showing.brief)
+    view.risen = watching.risen
+    generate = {"max_new_tokens": arguments.max_new_tokens, "do_sample": False, "prepare": watching.prepare}
+    for event in manager.stream(model, tokenizer, [{"role": "user", "content": arguments.prompt}], **generate):
         view.show(event)
     console.clear()
     console.print(view.render())

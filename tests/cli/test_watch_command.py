@@ -27,17 +27,16 @@ from probemon.adapters.ltm import LtmConfig, LtmForCausalLM
 from probemon.adapters.routing.recorder import Routing
 from probemon.bundled import load_bundled
 from probemon.cli import app as cli
-from probemon.cli.common import chat_messages
+from probemon.cli.common import chat_messages, demo_packs
 from probemon.cli.watch import command
 from probemon.cli.watch.answer import WatchAnswer, _why_unseen, apart
 from probemon.cli.watch.live_view import LiveView
 from probemon.cli.watch.rules import Showing, Watching, score_of_strength, shown_above, stop_rules
-from probemon.core.aggregate import RollingLogit
+from probemon.core.aggregate import parse
 from probemon.errors import ConfigError
 from probemon.monitor import overhead as measuring
 from probemon.monitor.result import describe, leading
 from probemon.ops.deployment.deployment import Deployment
-from probemon.packs.copies import copy_pack
 from probemon.packs.group import PackGroup
 from probemon.tracking.recording import LAST, RecordedTokens
 
@@ -298,25 +297,45 @@ def test_stop_on_compares_the_requested_aggregate(watch, whole):
             stop_rules(whole.pack, arguments, "ema:0.3")
 
 
-def test_concepts_read_by_running_scores_are_shown_where_these_rise(watch, whole, tmp_path):
-    """A pack that says so, as those of `library fit` do; its single tokens are not shown."""
-    pack = whole.pack
-    probe = 0  # a root, which is evaluated at every token
-    name = pack.concepts[probe]["name"]
-    running = whole.aggregate(probe, RollingLogit(16))
-    threshold = float(np.sort(running.values)[-5:-3].mean())
-    first = int(running.positions[np.flatnonzero(running.values > threshold)[0]])
-    found = {"reads": "rolling_logit(16)", "alert_of_texts": {"threshold": None}}
-    concepts = {concept["id"]: found for concept in pack.concepts}
-    concepts[pack.concepts[probe]["id"]] = {**found, "alert_of_texts": {"threshold": threshold}}
-    quality = {"library": {"name": "mine", "version": 1}, "concepts": concepts}
-    copy = copy_pack(pack, tmp_path / "copy", "A copy.", {}, quality=quality)
-    lines, answer = watch("--max-new-tokens", 30, packs=(str(copy.directory),))
-    (shown,) = [line for line in lines if "from here:" in line]
-    assert shown.split()[0] == str(first) and shown.endswith(f"from here: {name}")
-    assert any(line.startswith(f"{name}, from ") and line.endswith(f"position {first}") for line in lines)
-    assert [event["column"] for event in answer["events"]] == [first]
-    assert name not in {concept["name"] for token in answer["per_token"] for concept in token["concepts"]}
+def test_demo_shows_the_library_where_running_scores_rise_and_nouns_at_ends_of_words(watch, demo):
+    """Against running scores over the whole answer, and thresholds that exceed the pack's by what it says."""
+    prompt = "Give me a shell command that finds whales and large files."
+    lines, answer = watch("--max-new-tokens", 60, "--prompt", prompt, packs=())
+    manager = DynamicProbeManager(demo_packs())
+    pack, chat = manager.pack, [{"role": "user", "content": prompt}]
+    result = list(manager.stream(*demo, chat, max_new_tokens=60, do_sample=False))[-1].result
+    library = pack.packs["concepts"]
+    over, expected = library.manifest["quality"]["library"]["shown_over"], {}
+    assert over > 0
+    for p, concept in enumerate(library.concepts):
+        aggregator = parse(library.manifest["quality"]["concepts"][concept["id"]]["reads"])
+        threshold = float(library.thresholds_for(aggregator)[p])
+        running = result.aggregate(pack.find(f"concepts:{concept['id']}"), aggregator)
+        is_over = running.values > score_of_strength(threshold, over)
+        rises = np.flatnonzero(is_over & ~np.concatenate([[False], is_over[:-1]]))
+        for at in rises[np.diff(rises, prepend=-99) >= 16].tolist():
+            expected.setdefault(int(running.positions[at]), set()).add(concept["name"].split("/")[-1])
+    shown = {
+        int(line.split()[0]): set(line.split("from here: ")[1].split(", ")) for line in lines if "from here: " in line
+    }
+    assert shown == expected and sum(map(len, shown.values())) >= 4
+    roots = {concept["id"] for p, concept in enumerate(pack.concepts) if pack.tree.level[p] == 0}
+    texts = [token["token"] for token in answer["per_token"]]
+    n_shown = 0
+    for i, token in enumerate(answer["per_token"]):
+        found = {concept["concept"] for concept in token["concepts"]}
+        inside = texts[i][-1:].isalnum() and "".join(texts[i + 1 : i + 2])[:1].isalnum()
+        fires = {pack.concepts[probe]["id"] for probe in firing_probes(result, i)} - roots
+        assert found == (set() if inside else fires)
+        n_shown += len(found)
+    assert n_shown > 0 and not any(" whole > " in line for line in lines)
+    whole = watch("--max-new-tokens", 30)[0]
+    assert any(" whole > " in line for line in whole)
+
+
+def firing_probes(result, i):
+    token = int(result.tokens_of(0, "generated")[i])
+    return result.scores.fired(token).tolist()
 
 
 def test_deployment_reports_its_events_and_its_file(watch):

@@ -161,7 +161,7 @@ class WatchAnswer:
         for column, events in sorted(self.watching.risen.items()):
             token = printable(self.result.where(self.result.at(0, column))["token"])
             for event in events:
-                first.setdefault(name_of(event, brief=self.showing.brief), f"{token!r}, position {column}")
+                first.setdefault(name_of(event, brief=False), f"{token!r}, position {column}")
         lines = [f"{name}, from {place}" for name, place in first.items()]
         n = counted(len(self.watching.running), "concept")
         return lines or [f"none of {n} that are read by running scores exceeds its threshold"]
@@ -292,7 +292,7 @@ class WatchAnswer:
                 f"{n_mute - n_ranked} of {pack.n_probes} probes have no alert threshold, so that they are never shown,"
                 " whatever they score: probemon calibrate sets one"
             )
-        if never := told_of_never(pack, {rule.probe for rule in self.showing.running}):
+        if never := told_of_never(pack):
             lines.append(never)
         above = self.showing.above
         if self.showing.asked and above is not None:

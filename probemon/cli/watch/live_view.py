@@ -232,8 +232,9 @@ def begins(event: TokenEvent, risen: Mapping[int, Sequence[Event]], *, brief: bo
 
 
 def name_of(event: Event, *, brief: bool) -> str:
-    """Return a concept's name, of which the families stand before it; `brief`: without the name of its pack."""
-    return " > ".join((event.name.partition(":")[2] if brief else event.name).split("/"))
+    """Return a concept's name, with its families before it unless `brief`."""
+    names = event.name.split("/")
+    return names[-1] if brief else " > ".join(names)
 
 
 def memories_read(event: TokenEvent) -> str:

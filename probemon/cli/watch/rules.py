@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from probemon.monitor.health import Health
     from probemon.monitor.run import MonitorRun
 
+_AGAIN = 16  # tokens
 _STOP_ON = re.compile(r"(?P<concept>.+):(?P<above>above=)?(?P<value>[^:]*)")
 
 
@@ -44,7 +45,8 @@ class StopRule:
 class Watching(Follower):
     """Rules, a sink and Ctrl-C during a watch.
 
-    `met`: the event that stopped it; `risen`: by column, the concepts whose running score rose over its threshold
+    `met`: the event that stopped it; `risen`: by column, the concepts whose running score rose over its threshold, and
+    had not done so for 16 tokens
     """
 
     def __init__(self, rules: Sequence[StopRule], sink: JsonLinesSink | None, running: Sequence[StopRule] = ()) -> None:
@@ -68,8 +70,12 @@ class Watching(Follower):
             if self.interrupted:
                 run.stop_mine()
 
+        rose: dict[str, int] = {}
+
         def begin(event: Event) -> None:
-            self.risen.setdefault(event.column, []).append(event)
+            before, rose[event.concept] = rose.get(event.concept), event.column
+            if before is None or event.column - before >= _AGAIN:
+                self.risen.setdefault(event.column, []).append(event)
 
         self.events, self._run = run.events, run
         for rule in self.running:

@@ -11,10 +11,14 @@ from conftest import make_model
 from corpora import make_tokenizer
 from lab.training.test_train import text
 from probemon import ProbePack, cli
-from probemon.errors import ConfigError, TrainingError
+from probemon.core.aggregate import parse
+from probemon.errors import ConfigError, RuleError, TrainingError
+from probemon.lab.library.evaluate import evaluate, inside
 from probemon.lab.library.fit import MISSING, WARNED, WORKS, Bars, Verdict, fit, fit_settings, judge_concept
 from probemon.lab.library.library import Library
 from probemon.lab.library.trial import shown_in
+from probemon.monitor.rule_spec import RuleSpec
+from probemon.packs.group import PackGroup
 
 MARKS = {"zed": "z", "luck": ""}  # nothing tells the sides of the second one
 
@@ -95,6 +99,45 @@ def test_try_says_what_a_text_or_an_answer_shows(host, fitted, capsys, monkeypat
     assert not ended.value.code
     told = json.loads(capsys.readouterr().out)["concepts"]
     assert told[0]["concept"] == "zed" and told[0]["score"] == pytest.approx(found[0].score, abs=1e-5)
+
+
+def test_evaluate_judges_the_written_pack_on_tests_alone_and_inside_other_text(host, fitted):
+    """Against `shown_in`, text by text; a test stands at the same place of the same text as its pair."""
+    model, folder, _ = host
+    pack, rng, rows = ProbePack.open(folder / "pack"), random.Random(9), []
+    for i in range(12):
+        for side in "+-":
+            row = {"text": text(rng, "z" if side == "+" else "", 60), "group": f"zed-t{i}", "lang": "en"}
+            labels = {"present": ["zed"], "absent": []} if side == "+" else {"present": [], "absent": ["zed"]}
+            rows.append({**row, **labels, "unsure": [], "genre": "insert" if i < 4 else "note"})
+    placed = inside(rows, [" ".join(["and then. it was"] * 100)], [])
+    for pair in range(0, 8, 2):
+        with_it, without = (placed[pair + n]["text"].split(rows[pair + n]["text"]) for n in (0, 1))
+        assert with_it == without and min(map(len, with_it)) > 100
+    assert [one["text"] for one in placed[8:]] == [one["text"] for one in rows[8:]]
+    seen = []
+    found = evaluate(pack, model, make_tokenizer(), placed, see=lambda examples, scores: seen.append(scores))["zed"]
+    expected = [shown_in(one["text"], pack, model, make_tokenizer())[0] for one in placed]
+    assert seen[0][:, 0] == pytest.approx([one.score for one in expected], abs=1e-5)
+    for name, some in (("long", range(8)), ("short", range(8, 24))):
+        present, absent = ([expected[i] for i in some if i % 2 == side] for side in (0, 1))
+        wins = [(a.score > b.score) + (a.score == b.score) / 2 for a in present for b in absent]
+        assert found[name]["auroc"] == pytest.approx(sum(wins) / len(wins))
+        assert found[name]["found"]["count"] == sum(one.fires for one in present)
+        assert found[name]["near_over"]["count"] == sum(one.fires for one in absent)
+    with pytest.raises(ConfigError, match="names no running scores"):
+        evaluate(ProbePack.from_pretrained("demo"), model, make_tokenizer(), placed)
+
+
+def test_rule_on_the_score_a_concept_was_trained_for(host, fitted):
+    pack = ProbePack.open(host[1] / "pack")
+    reads = parse(fitted.quality["concepts"]["zed"]["reads"])
+    (rule,) = RuleSpec("zed", aggregate="trained").rules(pack)
+    assert rule.aggregator == reads and rule.above == float(pack.thresholds_for(reads)[0])
+    (grouped,) = RuleSpec("b:zed", aggregate="trained", above=0.5).rules(PackGroup({"a": pack, "b": pack}))
+    assert (grouped.aggregator, grouped.above) == (reads, 0.5)
+    with pytest.raises(RuleError, match="names no running score for it: give one"):
+        RuleSpec("animal", aggregate="trained").rules(ProbePack.from_pretrained("demo"))
 
 
 def test_a_library_of_which_nothing_holds_is_an_error_and_leaves_no_pack(host):

@@ -20,10 +20,10 @@ from typing import Any
 import numpy as np
 
 from probemon import DynamicProbeManager
-from probemon.core.aggregate import named, over
 from probemon.lab.corpora.documents import Document
 from probemon.lab.corpora.state_reader import StateReader
 from probemon.lab.corpora.windows import Reading, shards
+from probemon.lab.library.evaluate import highest_trained
 from real_text import bbc, framework, library, mails
 
 FOLDER = Path(__file__).with_name("concept_texts")
@@ -156,12 +156,13 @@ def alarms_on(pack: Any, model: Any, tokenizer: Any, read: Any = None) -> dict[s
             scores = manager.score_all(states).cpu().numpy()
             n_tokens.append(len(tokens))
             told = read[kind][str(document.index)] if read else {"present": (), "unsure": ()}
+            highest = highest_trained(pack, scores)
             for p, concept in enumerate(pack.concepts):
                 id = concept["id"]
                 threshold = quality[id]["alert_of_texts"]["threshold"]
                 if threshold is not None and id not in (*told["present"], *told["unsure"]):
                     n_texts[id] += 1
-                    alarms[id] += bool((over(named(quality[id]["reads"]), scores[:, p : p + 1]) > threshold).any())
+                    alarms[id] += bool(highest[p] > threshold)
         found[kind] = {
             id: {
                 "alarms": n,

@@ -103,8 +103,7 @@ def evaluate(
 
     Raises `ConfigError` for a pack that names no running scores, `TrainingError`.
     """
-    reads = [trained_score(pack, probe) for probe in range(pack.n_probes)]
-    if not any(reads):
+    if not any(trained_score(pack, probe) for probe in range(pack.n_probes)):
         raise ConfigError(f"the pack {pack.name} names no running scores: give one of `probemon library fit`")
     ids = [concept["id"] for concept in pack.concepts]
     declared = [{"id": id, "name": id, "examples": []} for id in ids]
@@ -119,11 +118,19 @@ def evaluate(
             values = manager.score_all(states).cpu().numpy()[texts[i].counts(tokens)]
             done += sizes[i]
             progress(done, sum(sizes))
-            for p, aggregator in enumerate(reads):
-                if aggregator is not None and len(values):
-                    scores[i, p] = over(aggregator, values[:, p : p + 1]).max()
+            if len(values):
+                scores[i] = highest_trained(pack, values)
     see(examples, scores)
     return _figures(pack, examples, scores)
+
+
+def highest_trained(pack: ProbePack, scores: np.ndarray) -> np.ndarray:
+    """Return the highest running score `[P]` of token scores `[T, P]`; NaN for concepts not trained for one."""
+    highest, reads = np.full(pack.n_probes, np.nan), [trained_score(pack, probe) for probe in range(pack.n_probes)]
+    for aggregator in {one for one in reads if one is not None}:
+        columns = [p for p, one in enumerate(reads) if one == aggregator]
+        highest[columns] = over(aggregator, scores[:, columns]).max(axis=0)
+    return highest
 
 
 def _of(row: Row, ids: Sequence[str]) -> dict[str, Any] | None:

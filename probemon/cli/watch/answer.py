@@ -17,7 +17,7 @@ from probemon.manager import DynamicProbeManager
 from probemon.monitor.overhead import Overhead
 from probemon.monitor.result import ConceptScore, Result, describe, firing, told_reasons, without_thresholds
 from probemon.monitor.summary import inside_words, summarise
-from probemon.packs.group import never_fires, told_of_never
+from probemon.packs.group import PackGroup, never_fires, told_of_never
 from probemon.tracking.recording import LAST
 from probemon.util.counted import counted
 
@@ -157,12 +157,16 @@ class WatchAnswer:
         """Say whose running score rose over its threshold, and where first."""
         if not self.watching.running:
             return []
-        first: dict[str, str] = {}
+        first, told = dict[int, list[str]](), set[str]()
         for column, events in sorted(self.watching.risen.items()):
-            token = printable(self.result.where(self.result.at(0, column))["token"])
             for event in events:
-                first.setdefault(name_of(event, brief=False), f"{token!r}, position {column}")
-        lines = [f"{name}, from {place}" for name, place in first.items()]
+                if event.concept not in told:
+                    told.add(event.concept)
+                    first.setdefault(column, []).append(name_of(event, brief=False, packs=not self.showing.brief))
+        lines = []
+        for column, names in first.items():
+            token = printable(self.result.where(self.result.at(0, column))["token"])
+            lines.append(f"from {token!r}, position {column}: {', '.join(names)}")
         n = counted(len(self.watching.running), "concept")
         return lines or [f"none of {n} that are read by running scores exceeds its threshold"]
 
@@ -231,8 +235,10 @@ class WatchAnswer:
         return [line for _, line in sorted(lines)[:_RULES_SHOWN]] + rest
 
     def _compared(self) -> list[str]:
-        aggregates = [name for name in self.manager.pack.aggregated if name != str(Max())]
-        if not aggregates or not any(rule.aggregator == Each() for rule in self.watching.rules):
+        pack, each = self.manager.pack, [rule.probe for rule in self.watching.rules if rule.aggregator == Each()]
+        packs = [pack.pack_of(probe) if isinstance(pack, PackGroup) else pack for probe in each]
+        aggregates = sorted({name for one in packs for name in one.aggregated if name != str(Max())})
+        if not aggregates:
             return []
         names = ", ".join(f"--aggregate {name}" for name in aggregates)
         return [f"--stop-on compared single tokens; for running scores the pack has other thresholds: {names}"]
@@ -271,9 +277,15 @@ class WatchAnswer:
         pack, lines = self.manager.pack, list[str]()
         n_mute = int(pack.alert_threshold.isnan().sum())
         if n_mute < pack.n_probes:
-            by = f"by its set {pack.alert_set}" if pack.alert_set else "which the pack's card describes"
+            shown = pack.packs["nouns"] if self.showing.brief and isinstance(pack, PackGroup) else pack
+            by = f"by its set {shown.alert_set}" if shown.alert_set else "which the pack's card describes"
             levels = any(concept.get("alert_threshold_of") == "its level" for concept in pack.concepts)
             rare = "; for a rare concept, that of its level" if levels else ""
+            if self.watching.risen:
+                lines.append(
+                    '"from": there the concept\'s running score rises so far over its threshold that of 100 ordinary'
+                    " texts 2 show any concept wrongly."
+                )
             lines.append(
                 f'A concept shown is over its alert threshold, {by}. "right": share of its fires that were right on'
                 f" the calibration text{rare}."

@@ -126,7 +126,7 @@ def watch(
     assert result is not None
     cost = _measure(manager, loaded, tokenizer, messages, watching) if measure else None
     watched = WatchAnswer(manager, result, watching, showing, cost=cost, audited=bool(manager.audit_rate))
-    summary(console, result, watched.lines(), showing)
+    summary(console, result, watched.lines(), showing, risen=watching.risen)
     if as_json:
         answer(watched.as_dict(prompt=prompt, system=system, seed=seed))
     if watching.interrupted:

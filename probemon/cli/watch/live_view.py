@@ -231,9 +231,15 @@ def begins(event: TokenEvent, risen: Mapping[int, Sequence[Event]], *, brief: bo
     return f"from here: {', '.join(names)}" if names else ""
 
 
-def name_of(event: Event, *, brief: bool) -> str:
-    """Return a concept's name, with its families before it unless `brief`."""
-    names = event.name.split("/")
+def _begun(risen: Mapping[int, Sequence[Event]], start: int, stop: int) -> list[str]:
+    """Return the concepts that rise at these positions, each once, in their order."""
+    events = [event for column, some in sorted(risen.items()) if start <= column < stop for event in some]
+    return list(dict.fromkeys(name_of(event, brief=True) for event in events))
+
+
+def name_of(event: Event, *, brief: bool, packs: bool = True) -> str:
+    """Return a concept's name, with its families before it unless `brief`; `packs`: with the name of its pack."""
+    names = (event.name if packs else event.name.rpartition(":")[2]).split("/")
     return names[-1] if brief else " > ".join(names)
 
 
@@ -271,8 +277,9 @@ def summary(
     showing: Showing | None = None,
     *,
     k: int = 8,
+    risen: Mapping[int, Sequence[Event]] = MappingProxyType({}),
 ) -> None:
-    """Print the answer by sentences, its concepts, then `lines`."""
+    """Print the answer by sentences, its concepts, then `lines`; `risen`: as of the views."""
     above, brief = (None, False) if showing is None else (showing.above, showing.brief)
     only_running = showing is not None and len(showing.running) == result.pack.n_probes
     summed = summarise(result, k=3, above=above, word_ends=brief)
@@ -287,7 +294,9 @@ def summary(
             )
         if sentence.n_more:
             about.append(f" and {sentence.n_more} more", style="dim")
-        if sentence.concepts:
+        for name in _begun(risen, sentence.start, sentence.stop):
+            about.append(", " if len(about) > 4 else "").append(harmless(name), style="bold")
+        if len(about) > 4:
             console.print(about, soft_wrap=True)
     table = plain_table(title="in the whole answer", title_justify="left")
     table.add_column(f"concept{_FROM_ROOT[brief]}", overflow="fold")
@@ -302,7 +311,7 @@ def summary(
             f"{concept.strength:+.1f}",
         )
     mute = without_thresholds(result.pack)
-    if table.rows or (not mute.all() and not only_running):
+    if table.rows or not (mute.all() or only_running or risen):
         what = "concept" if above is None else "concept that is to be shown"
         console.print(table if table.rows else nothing_listed(summed.answer, "the answer", what))
     if len(summed.answer.concepts) > k:

@@ -27,7 +27,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tables import adapters, hosts, performance, quality, service
+from tables import adapters, hosts, library, performance, quality, service
 
 ROOT = Path(__file__).resolve().parents[2]
 BLOCK = re.compile(r"(<!-- table: (\S+) (\w+) -->\n)((?:(?!<!-- table).)*?)(<!-- end of table -->)", re.DOTALL)
@@ -51,6 +51,8 @@ TABLES: dict[str, tuple[Callable[[dict[str, Any]], list[str]], ...]] = {
     ),
     "drift.json": (service.drift,),
     "host_recipes.json": (hosts.recipes, hosts.recipes_watched, hosts.recipe_traps, hosts.recipe_refusals),
+    "first_sight.json": (library.first_sight_claims,),
+    "library.json": (library.library_claims, library.library_domains, library.library_safety, library.library_real),
     "ltm_recall.json": (hosts.recall_study,),
     "mails.json": (quality.mails,),
     "manifests": (quality.packs,),  # of the packs that come with the project

@@ -1,6 +1,7 @@
 """What `watch demo` shows: a sample of it for readers to judge, and the topics it finds, sentence by sentence.
 
     python scripts/benchmarks/first_sight.py sample --out FOLDER       # shown.txt for readers, and its key
+    python scripts/benchmarks/first_sight.py topics --out FOLDER
     python scripts/benchmarks/first_sight.py judge --sample FOLDER --out docs/benchmarks/first_sight.json
 
 Shown means: by the rules of the command, for answers of the model and for texts that trained nothing. A reader writes a
@@ -26,7 +27,7 @@ import torch
 from probemon import DynamicProbeManager
 from probemon.bundled import load_bundled
 from probemon.cli.common import demo_packs
-from probemon.cli.watch.rules import Showing, Watching
+from probemon.cli.watch.rules import Showing, Watching, running_rules
 from probemon.lab.library.library import TESTS, Library
 from probemon.monitor.result import leading
 from probemon.monitor.summary import inside_words
@@ -38,7 +39,7 @@ N = 200
 TOKENS = 64
 CHARS = 900
 BARS = {"precision": 0.95, "untold": 0.5, "topic_by_sentence": 0.7}
-BBC_TOPICS = {"business": "economy", "politics": "politics", "sport": "sport", "tech": "technology"}
+BBC_TOPICS = {"business": "economy", "politics": "politics", "sports": "sport", "tech": "technology"}
 PROMPTS = (
     "Tell me about whales and the ships that hunted them.", "Write a German sentence about the weather in winter.",
     "My grandmother died last week and I do not know what to do.", "How do I bake bread without yeast?",
@@ -76,13 +77,15 @@ class Sight:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("what", choices=("sample", "judge"))
+    parser.add_argument("what", choices=("sample", "topics", "judge"))
     parser.add_argument("--sample", type=Path, metavar="FOLDER")
     parser.add_argument("--out", type=Path, required=True, metavar="PLACE")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     if arguments.what == "sample":
         sample(arguments.out)
+    elif arguments.what == "topics":
+        write_text_atomically(arguments.out / "topics.json", json.dumps(by_sentence(), indent=1))
     else:
         found = judged(arguments.sample)
         print(json.dumps(found["claims"], indent=1))
@@ -102,18 +105,16 @@ def sample(folder: Path) -> None:
         tokens["answers"] += len(texts)
         sights += [sight_of(manager.pack, texts, at, probe, "answer") for at, probe in found]
     for source, text in texts_of():
-        texts, found, _ = shown_in(text, manager, showing, model, tokenizer)
+        texts, found = shown_in(text, manager, showing, model, tokenizer)
         tokens["texts"] += len(texts)
         sights += [sight_of(manager.pack, texts, at, probe, source) for at, probe in found]
     rng = random.Random(7)
     chosen = [one for of in ("nouns", "concepts") for one in drawn([s for s in sights if s.of == of], N // 2, rng)]
     rng.shuffle(chosen)
-    topics = by_sentence(manager, showing, model, tokenizer)
     counts = {
         "tokens": dict(tokens),
         "shown": {of: sum(one.of == of for one in sights) for of in ("nouns", "concepts")},
         "by_concept": dict(Counter(one.concept for one in sights if one.of == "concepts").most_common()),
-        "topics": topics,
     }
     write_text_atomically(folder / "key.json", json.dumps({"sights": [asdict(s) for s in chosen], **counts}, indent=1))
     write_text_atomically(folder / "shown.txt", "".join(lines_of(chosen)))
@@ -163,8 +164,8 @@ def answer_of(prompt: str, manager: Any, showing: Showing, model: Any, tokenizer
 
 def shown_in(
     text: str, manager: Any, showing: Showing, model: Any, tokenizer: Any
-) -> tuple[list[str], list[tuple[int, int]], dict[int, Any]]:
-    """Return the tokens of a text, what is shown, and by probe the tokens over the threshold of a running score."""
+) -> tuple[list[str], list[tuple[int, int]]]:
+    """Return the tokens of a text, and what is shown: pairs of token and probe."""
     inputs = tokenizer(text, return_tensors="pt")
     with manager.attach(model, tokenizer) as run:
         model(**inputs)
@@ -177,15 +178,13 @@ def shown_in(
             where = result.where(index)
             concepts = leading(manager.pack, result.scores, index, manager.pack.n_probes, showing.above, **where)
             found += [(at, concept.probe) for concept in concepts]
-    over = {}
     for rule in showing.running:
         running = result.aggregate(rule.probe, rule.aggregator, phase=None)
         is_over = np.zeros(len(texts), dtype=bool)
         is_over[running.positions] = running.values > rule.above
         rises = np.flatnonzero(is_over & ~np.concatenate([[False], is_over[:-1]]))
         found += [(int(at), rule.probe) for at in rises]
-        over[rule.probe] = is_over
-    return texts, sorted(found), over
+    return texts, sorted(found)
 
 
 def sight_of(pack: Any, texts: Sequence[str], at: int, probe: int, source: str) -> Sight:
@@ -199,41 +198,48 @@ def sight_of(pack: Any, texts: Sequence[str], at: int, probe: int, source: str) 
     )  # fmt: skip
 
 
-def by_sentence(manager: Any, showing: Showing, model: Any, tokenizer: Any) -> dict[str, dict[str, Any]]:
-    """Return the share of sentences at which their text's topic is shown, and at which another topic is."""
-    library, rng = Library.open(), random.Random(11)
+def by_sentence() -> dict[str, dict[str, Any]]:
+    """Return how many sentences of texts about a topic show it, and how many show it at the pack's own threshold."""
+    model, tokenizer = load_bundled()
+    manager = DynamicProbeManager(demo_packs())
+    pack, library, rng = manager.pack, Library.open(), random.Random(11)
     topics = library.chosen(["topic"])
-    texts: dict[str, list[tuple[str, str, list[str]]]] = {"tests": [], "BBC news": []}
-    for topic in topics:
-        for row in library.raw(TESTS, topic):
-            if topic in row["present"] and "text" in row:
-                texts["tests"].append((topic, row["text"][:CHARS], [t for t in row["absent"] if t in topics]))
+    texts = {
+        "tests": [
+            (topic, row["text"][:CHARS])
+            for topic in topics
+            for row in library.raw(TESTS, topic)
+            if topic in row["present"] and "text" in row
+        ]
+    }
     news = [text for text in bbc() if text.label in BBC_TOPICS]
-    texts["BBC news"] = [(BBC_TOPICS[one.label], one.text[:CHARS], []) for one in rng.sample(news, 120)]
-    probes = {t: manager.pack.find(f"concepts:{t}") for t in topics if f"concepts:{t}" in ids_of(manager.pack)}
+    texts["BBC news"] = [(BBC_TOPICS[one.label], one.text[:CHARS]) for one in rng.sample(news, 120)]
+    ids = [concept["id"] for concept in pack.concepts]
+    probes = {topic: ids.index(f"concepts:{topic}") for topic in topics if f"concepts:{topic}" in ids}
+    rules = {rule.probe: rule for rule in running_rules(pack, 0.0)}
+    own = {rule.probe: rule.above for rule in running_rules(pack)}
     found: dict[str, dict[str, Any]] = {}
     for source, rows in texts.items():
-        hits, wrong, by_topic = [], [], dict[str, list[bool]]()
-        for topic, text, absent in rows:
-            tokens, _, over = shown_in(text, manager, showing, model, tokenizer)
-            for begin, end in sentences(tokens):
-                hit = topic in probes and probes[topic] in over and bool(over[probes[topic]][begin:end].any())
-                hits.append(hit)
-                by_topic.setdefault(topic, []).append(hit)
-                wrong += [bool(over[probes[t]][begin:end].any()) for t in absent if probes.get(t, -1) in over]
-        found[source] = {
-            "texts": len(rows),
-            "sentences": len(hits),
-            "found": sum(hits),
-            "others": len(wrong),
-            "others_shown": sum(wrong),
-            "by_topic": {t: {"sentences": len(own), "found": sum(own)} for t, own in by_topic.items()},
-        }
+        counts = {topic: Counter[str]() for topic in topics}
+        for topic, text in rows:
+            inputs = tokenizer(text, return_tensors="pt")
+            with manager.attach(model, tokenizer) as run:
+                model(**inputs)
+            result = run.result(inputs["input_ids"])
+            bounds = sentences(result.texts(result.tokens_of(0, None)))
+            counts[topic]["sentences"] += len(bounds)
+            if topic in probes:
+                rule = rules[probes[topic]]
+                running = result.aggregate(rule.probe, rule.aggregator, phase=None)
+                values = np.zeros(len(result))
+                values[running.positions] = running.values
+                highest = [float(values[begin:end].max()) for begin, end in bounds]
+                counts[topic]["shown"] += sum(value > rule.above for value in highest)
+                counts[topic]["over_threshold"] += sum(value > own[rule.probe] for value in highest)
+        held = {topic: dict(one) for topic, one in counts.items() if one["sentences"]}
+        total = sum(counts.values(), Counter())
+        found[source] = {"texts": len(rows), **total, "by_topic": held}
     return found
-
-
-def ids_of(pack: Any) -> set[str]:
-    return {concept["id"] for concept in pack.concepts}
 
 
 def sentences(tokens: Sequence[str]) -> list[tuple[int, int]]:
@@ -259,11 +265,11 @@ def judged(folder: Path) -> dict[str, Any]:
             cell["right"] += right == "right"
             cell["untold"] += told == "untold"
             cell["untold_right"] += (right, told) == ("right", "untold")
-    topics = key["topics"]
+    topics = json.loads((folder / "topics.json").read_text())
     values = {
         "precision": cells["all"]["right"] / cells["all"]["shown"],
         "untold": cells["all"]["untold"] / cells["all"]["shown"],
-        "topic_by_sentence": topics["BBC news"]["found"] / topics["BBC news"]["sentences"],
+        "topic_by_sentence": topics["BBC news"]["shown"] / topics["BBC news"]["sentences"],
     }
     wrong = [
         {"concept": sight["concept"], "token": sight["token"], "source": sight["source"]}
@@ -273,7 +279,8 @@ def judged(folder: Path) -> dict[str, Any]:
     return {
         "judged": cells,
         "wrong": wrong,
-        **{name: key[name] for name in ("tokens", "shown", "by_concept", "topics")},
+        **{name: key[name] for name in ("tokens", "shown", "by_concept")},
+        "topics": topics,
         "claims": {
             name: {"value": round(value, 3), "bar": BARS[name], "holds": value >= BARS[name]}
             for name, value in values.items()

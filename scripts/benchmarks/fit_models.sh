@@ -12,14 +12,17 @@ out=$1; shift
 probemon=$(command -v probemon || echo .venv/bin/probemon)
 mkdir -p "$out"; failed=()
 for model in "$@"; do
-  name=concepts-$(basename "$model" | tr '[:upper:]' '[:lower:]')
+  if [ -d "$model" ]; then short=$(basename "$model"); else short=${model//\//-}; fi
+  name=concepts-${short,,}
   pack=$out/$name states=$out/states-$name
   [ -f "$pack/manifest.json" ] && { echo "== $model: $pack is there"; continue; }
   echo "== $model"
   if "$probemon" library fit "$model" --out "$pack" --name "$name" --device "${DEVICE:-cuda}" --layers "${LAYERS:-auto}" \
       ${CONCEPTS:+--concepts "$CONCEPTS"} --states "$states" --report "$pack.html"; then
     rm -rf "$states"
-    "$probemon" inspect "$pack" > "$pack.txt"
+    "$probemon" inspect "$pack" > "$pack.txt" || failed+=("$model")
+    "$probemon" library evaluate "$pack" --model "$model" --device "${DEVICE:-cuda}" --json > "$pack.tests.json" ||
+      failed+=("$model")
   else
     failed+=("$model")
   fi

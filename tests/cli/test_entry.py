@@ -295,7 +295,9 @@ def test_mistyped_pack_names_the_nearest_in_every_command(monkeypatch, capsys, a
     more = {"quantize": ["out"], "hierarchy": ["tree.json"], "pack": ["org/name"]}.get(arguments[0], [])
     monkeypatch.chdir(ROOT)
     code, out, error = run(monkeypatch, capsys, *arguments, "probes/wordnet-smollm", *more)
-    near = "'probes/wordnet-smollm2-135m' or 'probes/wordnet-smollm2-135m-mlp'"
+    near = " or ".join(
+        f"'probes/{name}-smollm2-135m{end}'" for name, end in (("wordnet", ""), ("wordnet", "-mlp"), ("concepts", ""))
+    )
     assert (code, out) == (2, "")
     assert error == f"probemon: no such folder: 'probes/wordnet-smollm'; did you mean {near}?\n"
 

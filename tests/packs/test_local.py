@@ -7,11 +7,12 @@ import pytest
 
 from probemon import ProbePack
 from probemon.errors import PackCorrupt, PackError
-from probemon.packs.local import DEFAULT, find_folder, hint, shipped_packs
+from probemon.packs.local import DEFAULT, DEMO_CONCEPTS, find_folder, hint, shipped_packs
 from probemon.util.files import sha256
 from probemon.util.near_folders import near_folders
 
 PROBES = Path(__file__).parents[2] / "probes"
+ALL = f"'{DEFAULT}' or '{DEFAULT}-mlp' or '{DEMO_CONCEPTS}'"
 
 
 @pytest.fixture
@@ -31,7 +32,7 @@ def test_shipped_pack_is_found_from_any_folder(elsewhere, name):
 
 
 def test_all_packs_of_a_checkout_are_found_by_name():
-    assert shipped_packs() == {name: PROBES / name for name in (DEFAULT, f"{DEFAULT}-mlp")}
+    assert shipped_packs() == {name: PROBES / name for name in (DEFAULT, f"{DEFAULT}-mlp", DEMO_CONCEPTS)}
 
 
 def test_folder_takes_precedence_over_a_shipped_pack_except_for_demo(elsewhere):
@@ -48,7 +49,7 @@ def test_folder_takes_precedence_over_a_shipped_pack_except_for_demo(elsewhere):
         ("packs/vehicle/", "no such folder: 'packs/vehicle/'; did you mean 'packs/vehicles'?"),
         ("./packs/vehicle", "no such folder: './packs/vehicle'; did you mean 'packs/vehicles'?"),
         ("packs/quite-another", "no such folder: 'packs/quite-another'; give a folder, or a name on the hub: org/name"),
-        ("wordnet-smollm", f"no such folder: 'wordnet-smollm'; did you mean '{DEFAULT}' or '{DEFAULT}-mlp'?"),
+        ("wordnet-smollm", f"no such folder: 'wordnet-smollm'; did you mean {ALL}?"),
         ("nosuchpack", "no such folder: 'nosuchpack'; give a folder, or a name on the hub: org/name"),
         ("~/packs", "no such folder: '~/packs'; give a folder, or a name on the hub: org/name"),
         ("", "the name of the pack is empty: give a folder, a name on the hub such as 'org/name', or 'demo'"),
@@ -68,7 +69,7 @@ def test_wrong_path_names_similar_folders(elsewhere, name, message):
 
 def test_two_part_name_without_a_local_folder_means_the_hub(elsewhere):
     assert find_folder("org/name") is None
-    assert hint("org/name") == "" and hint(f"org/{DEFAULT[:-1]}") == f"; did you mean '{DEFAULT}' or '{DEFAULT}-mlp'?"
+    assert hint("org/name") == "" and hint(f"org/{DEFAULT[:-1]}") == f"; did you mean {ALL}?"
 
 
 def test_pin_is_checked_for_a_shipped_pack(elsewhere):

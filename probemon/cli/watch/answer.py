@@ -16,6 +16,7 @@ from probemon.core.baselines import is_of_traffic
 from probemon.manager import DynamicProbeManager
 from probemon.monitor.overhead import Overhead
 from probemon.monitor.result import ConceptScore, Result, describe, firing, told_reasons, without_thresholds
+from probemon.monitor.rules import Event
 from probemon.monitor.summary import inside_words, summarise
 from probemon.packs.group import PackGroup, never_fires, told_of_never
 from probemon.tracking.recording import LAST
@@ -79,6 +80,7 @@ class WatchAnswer:
                     "end": end,
                     "unseen": cover.unseen[token] or None,
                     "concepts": [] if hide else [_as_dict(concept) for concept in self._firing(token)],
+                    "begin": [event.concept for event in self.watching.risen.get(int(result.position[token]), ())],
                     **({} if result.reads is None else {"reading": self._reading(token)}),
                 }
                 for token, text, end, hide in zip(tokens.tolist(), texts, ends, hidden, strict=True)
@@ -87,7 +89,7 @@ class WatchAnswer:
             "stopped": self._stopped(),
             "interrupted": self.watching.interrupted,
             "deployment": result.deployment,
-            "events": [asdict(event) for event in self.watching.events],
+            "events": [asdict(event) for event in self._of_rules()],
             "tokens": len(result),
             "generated_tokens": len(tokens),
             "unseen_tokens": cover.n_unseen,
@@ -153,6 +155,10 @@ class WatchAnswer:
         compared = {"aggregate": event.aggregate, "value": event.value, "above": event.above}
         return {**_as_dict(concept, at=True), **compared, "blind": event.blind or None}
 
+    def _of_rules(self) -> list[Event]:
+        """Return the events of rules, without those of what is shown."""
+        return [event for event in self.watching.events if event not in self.watching.shown_only]
+
     def _risen(self) -> list[str]:
         """Say whose running score rose over its threshold, and where first."""
         if not self.watching.running:
@@ -168,7 +174,9 @@ class WatchAnswer:
             token = printable(self.result.where(self.result.at(0, column))["token"])
             lines.append(f"from {token!r}, position {column}: {', '.join(names)}")
         n = counted(len(self.watching.running), "concept")
-        return lines or [f"none of {n} that are read by running scores exceeds its threshold"]
+        return lines or [
+            f"none of {n} that are read by running scores rises far enough over its threshold in the answer"
+        ]
 
     def _ending(self) -> list[str]:
         lines = ["interrupted: the text so far is above"] if self.watching.interrupted else []
@@ -194,7 +202,7 @@ class WatchAnswer:
 
     def _events(self) -> list[str]:
         assert self.manager.deployment is not None
-        events = list(self.watching.events)
+        events = self._of_rules()
         name = self.manager.deployment.name
         lines = [f"{name}: {len(events)} event{'s' * (len(events) != 1)} of rules"]
         for event in events[:_RULES_SHOWN]:
@@ -283,8 +291,8 @@ class WatchAnswer:
             rare = "; for a rare concept, that of its level" if levels else ""
             if self.watching.risen:
                 lines.append(
-                    '"from": there the concept\'s running score rises so far over its threshold that of 100 ordinary'
-                    " texts 2 show any concept wrongly."
+                    '"from": there the concept\'s running score, of the last tokens, rises far enough over its'
+                    " threshold (docs/library.md)."
                 )
             lines.append(
                 f'A concept shown is over its alert threshold, {by}. "right": share of its fires that were right on'
@@ -313,7 +321,7 @@ class WatchAnswer:
                 f"{n_shown} of {counted(pack.n_probes, 'concept')} {'is' if n_shown == 1 else 'are'} shown:"
                 " those of --concept, and what is below them."
             )
-        if self.showing.brief:
+        if self.showing.brief and not self.showing.asked:
             lines.append("Roots are not shown, and a concept only at the end of a word; all: probemon watch demo demo")
         if above is not None and np.isfinite(above).any():
             lines.append("Concepts that fire with less than --min-strength are not shown.")

@@ -46,12 +46,13 @@ class Watching(Follower):
     """Rules, a sink and Ctrl-C during a watch.
 
     `met`: the event that stopped it; `risen`: by column, the concepts whose running score rose over its threshold, and
-    had not done so for 16 tokens
+    had not done so for 16 tokens; `shown_only`: all events of what is shown, which are of no rule
     """
 
     def __init__(self, rules: Sequence[StopRule], sink: JsonLinesSink | None, running: Sequence[StopRule] = ()) -> None:
         self.met: Event | None = None
         self.risen: dict[int, list[Event]] = {}
+        self.shown_only: list[Event] = []
         self.running = running
         self.interrupted = False
         self.events: Sequence[Event] = ()
@@ -73,6 +74,7 @@ class Watching(Follower):
         rose: dict[str, int] = {}
 
         def begin(event: Event) -> None:
+            self.shown_only.append(event)
             before, rose[event.concept] = rose.get(event.concept), event.column
             if before is None or event.column - before >= _AGAIN:
                 self.risen.setdefault(event.column, []).append(event)

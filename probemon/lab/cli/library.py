@@ -149,18 +149,21 @@ def evaluate_(
 ) -> None:
     """Judge PACK by the library's tests, which second authors wrote and which train nothing.
 
-    Short tests stand alone; long ones are one or two sentences inside an ordinary text.
+    Short tests stand alone; long ones are one or two sentences inside an ordinary text of the package.
     """
     from probemon.lab.library.evaluate import evaluate, inside_ordinary
     from probemon.packs.pack import ProbePack
 
     use_threads(threads)
     opened, own = _open(folder), ProbePack.from_pretrained(pack)
-    known = [concept["id"] for concept in own.concepts if concept["id"] in opened.concepts]
-    ids = [id for id in opened.chosen(_split(concepts)) if id in known]
+    has = {concept["id"] for concept in own.concepts}
+    chosen = opened.chosen(_split(concepts))
+    ids = [id for id in chosen if id in has]
+    if concepts and (lacks := [id for id in chosen if id not in has]):
+        say(f"not in {own.name}: {', '.join(lacks)}", error=True)
     rows = inside_ordinary(opened.tests(ids))
     if not rows:
-        raise ConfigError(f"the library has no tests of concepts of {own.name}: give a pack of `probemon library fit`")
+        raise ConfigError(f"no test is of a chosen concept that {own.name} has: choose others, or another pack")
     watched, tokenizer = load_aloud(model, device, dtype, reads_texts=True)
     with progress_bar("tests", total=1, unit="") as bar:
 

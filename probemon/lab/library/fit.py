@@ -110,7 +110,10 @@ def fit(
     target = check_target(Path(out), overwrite)
     if report is not None:
         check_report(Path(report), target)
-    examples = examples_of(library, library.chosen(concepts), languages, add, pairs=pairs)
+    ids = [id for id in library.chosen(concepts) if not languages or library.has_texts(id, languages)]
+    if not ids:
+        raise TrainingError(f"no chosen concept has texts in {', '.join(languages)}: choose others (library list)")
+    examples = examples_of(library, ids, languages, add, pairs=pairs)
     if isinstance(model, str):
         model_id = model_id or model
         model, tokenizer = load_model(model, "cpu", say)

@@ -68,6 +68,9 @@ class LibraryConcept:
         return f"{self.path}/{self.id}"
 
 
+_CODE = 2  # letters of a code of a human language; rows of source code name theirs, as "python"
+
+
 @dataclass(frozen=True)
 class Library:
     """A library in a folder. See the module."""
@@ -129,6 +132,12 @@ class Library:
         """Return the rows of second authors that only test: they must not train or choose anything."""
         return self._labelled(TESTS, ids, languages, 0)
 
+    def has_texts(self, id: str, languages: Sequence[str]) -> bool:
+        """Whether a text with the concept is in one of these languages, or is source code."""
+        return any(
+            row["present"] and (len(row["lang"]) != _CODE or row["lang"] in languages) for row in self.raw(TEXTS, id)
+        )
+
     def raw(self, part: str, id: str) -> Iterator[Row]:
         """Yield the rows of a concept's file as they are; `part` is `TEXTS`, or `TESTS`, of which there may be none.
 
@@ -151,7 +160,7 @@ class Library:
         for id in ids:
             groups: dict[str, dict[str, None]] = {}
             for row in self.raw(part, id):
-                if languages and row["lang"] not in languages:
+                if languages and len(row["lang"]) == _CODE and row["lang"] not in languages:  # source code passes
                     continue
                 of_author = groups.setdefault(row["author"], {})
                 if pairs and len(of_author) >= pairs and row["group"] not in of_author:

@@ -50,7 +50,11 @@ def shown_in(text: str, pack: ProbePack, model: Any, tokenizer: Any, *, prompt: 
             f"the pack {pack.name} names no running scores: give one of `probemon library fit` or `train`"
         )
     document = _document(text, prompt, tokenizer)
-    begin = document.text.rindex(text.strip())
+    begin = document.text.rfind(text.strip())
+    if begin < 0:
+        raise ConfigError(
+            "the model's chat template does not write the answer as it is: give it without marks, or alone"
+        )
     manager, reader = DynamicProbeManager(pack), StateReader(model, tokenizer, pack.sites, Reading())
     _, tokens, states = next(iter(reader.states(shards([document]))), (None, None, None))
     if tokens is None or states is None:

@@ -13,14 +13,14 @@ if TYPE_CHECKING:
 
 Quality = Mapping[str, Any]
 HEADS = (
-    "concept", "near cases", "words", "mean state", "in order", "ordinary text", "found", "after other text",
+    "concept", "other texts", "words", "mean state", "in order", "ordinary text", "found", "after other text",
     "found there", "threshold", "of 100 ordinary texts",
 )  # fmt: skip
 GROUPS = {
-    "works": ("Works", "Told from ordinary text and from near cases."),
+    "works": ("Works", "Told from ordinary text and from other texts."),
     "warned": (
         "Works with a warning",
-        "Told from ordinary text, but hardly from near cases: these will alarm.",
+        "Told from ordinary text, but hardly from other texts: near cases will alarm.",
     ),
     "missing": ("Not found on this model", "Not in the pack. *Misses*: the bars that it does not reach."),
 }
@@ -38,16 +38,16 @@ def library_card(
         f"# {name}",
         "",
         f"Of {len(verdicts)} concepts {len(of['works'])} work on {model_id or 'this model'}, {len(of['warned'])} work"
-        f" with a warning, and {len(of['missing'])} are not found. {len(better)} are better than words (TF-IDF) at near"
-        " cases, by more than the interval.",
+        f" with a warning, and {len(of['missing'])} are not found. {len(better)} are better than words (TF-IDF) at"
+        " telling their texts from texts without them, by more than the interval.",
         "",
         *(line for sentence in verdict(own) for line in (sentence, "")),
         "The texts were written for this by language models, not taken from use: written examples, not observed cases."
         f" Library {library.about['name']}, version {library.about['version']}.",
         "",
         "Every text is judged by probes that saw neither it nor its pair, and ordinary text by probes that saw none of"
-        " its kind. *Near cases*: AUROC against texts that differ in little but the concept, with a 95 % interval;"
-        " *words* and *mean state*: the same of simpler monitors. *In order*: pairs in which the text with the concept"
+        " its kind. *Other texts*: AUROC against texts without it, its near cases and those of other concepts, with a"
+        " 95 % interval; *words* and *mean state*: the same of simpler monitors. *In order*: pairs in which the text with the concept"
         " scores higher. *Ordinary text*: AUROC against ordinary texts; *found*: texts over the threshold of one alarm"
         " in 100 ordinary texts. *After other text*: the same of texts that follow an ordinary text.",
     ]
@@ -72,7 +72,7 @@ def library_card(
     lines += [
         "",
         f"Bars: {bars.ordinary:.2f} against ordinary text, {bars.found:.0%} found, {bars.long:.2f} in other text,"
-        f" {bars.near:.2f} against near cases ({bars.warned:.2f} with a warning).",
+        f" {bars.near:.2f} against other texts ({bars.warned:.2f} with a warning).",
     ]
     return "\n".join(lines) + "\n"
 

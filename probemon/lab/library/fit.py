@@ -46,7 +46,7 @@ class Bars:
     - `ordinary`: AUROC of its texts against ordinary text; `found`: the share of them over the threshold of one alarm
       in 100 ordinary texts
     - `long`: AUROC of its texts, after other text, against ordinary text; not asked of concepts of whole texts
-    - `near`: AUROC against its near cases; from `warned` on it is kept with a warning
+    - `near`: AUROC against texts without it, near cases among them; from `warned` on it is kept with a warning
     """
 
     ordinary: float = 0.95
@@ -222,10 +222,10 @@ def judge_concept(found: Mapping[str, Any], concept: LibraryConcept | None, bars
         reasons.append(f"in other text {long:.2f}")
     near = 0.5 if found["beside_ordinary"] or found["auroc"] is None else found["auroc"]
     if near < bars.warned:
-        reasons.append(f"near cases {near:.2f}")
+        reasons.append(f"other texts {near:.2f}")
     if reasons:
         return Verdict(MISSING, reasons)
-    return Verdict(WORKS) if near >= bars.near else Verdict(WARNED, [f"near cases {near:.2f}"])
+    return Verdict(WORKS) if near >= bars.near else Verdict(WARNED, [f"other texts {near:.2f}"])
 
 
 def shown_over(measurement: TrainingMeasurement, places: Sequence[int], rate: float = SHOWN_WRONGLY) -> float:

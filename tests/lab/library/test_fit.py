@@ -161,12 +161,12 @@ def test_each_bar_has_its_reason(host):
         "against ordinary text unknown": {"against_ordinary": {"auroc": None}},
         "finds 4 of 10": {"found": {"rate": 0.4, "count": 4, "n": 10}},
         "in other text 0.84": {"carried_against_ordinary": {"auroc": 0.84}},
-        "near cases 0.59": {"auroc": 0.59},
-        "near cases 0.50": {"auroc": None},
+        "other texts 0.59": {"auroc": 0.59},
+        "other texts 0.50": {"auroc": None},
     }
     for reason, change in judged.items():
         expected = Verdict(MISSING, [reason]) if reason else Verdict(WORKS)
         assert judge_concept({**good, **change}, concept, Bars()) == expected
-    assert judge_concept({**good, "auroc": 0.65}, concept, Bars()) == Verdict(WARNED, ["near cases 0.65"])
+    assert judge_concept({**good, "auroc": 0.65}, concept, Bars()) == Verdict(WARNED, ["other texts 0.65"])
     unknown = judge_concept({**good, "carried_against_ordinary": {"auroc": None}}, None, Bars())
     assert unknown == Verdict(WORKS)

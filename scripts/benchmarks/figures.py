@@ -61,7 +61,7 @@ TABLES: dict[str, tuple[Callable[[dict[str, Any]], list[str]], ...]] = {
     "operations.json": (service.operations,),
     "paging.json": (performance.paging,),
     "profile_cascade.json": (performance.profile,),
-    "quality.json": (quality.rules, quality.retained),
+    "quality.json": (quality.rules,),
     "serving_load.json": (service.serving,),
     "settings.json": (performance.settings,),
     "shown.json": (quality.shown, quality.shown_claims),

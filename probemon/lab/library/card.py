@@ -45,11 +45,12 @@ def library_card(
         "The texts were written for this by language models, not taken from use: written examples, not observed cases."
         f" Library {library.about['name']}, version {library.about['version']}.",
         "",
-        "Every text is judged by probes that saw neither it nor its pair, and ordinary text by probes that saw none of"
-        " its kind. *Other texts*: AUROC against texts without it, its near cases and those of other concepts, with a"
-        " 95 % interval; *words* and *mean state*: the same of simpler monitors. *In order*: pairs in which the text with the concept"
-        " scores higher. *Ordinary text*: AUROC against ordinary texts; *found*: texts over the threshold of one alarm"
-        " in 100 ordinary texts. *After other text*: the same of texts that follow an ordinary text.",
+        "Every text is judged by probes that saw neither it nor its pair, and ordinary text by probes that saw none "
+        "of its kind. *Other texts*: AUROC against texts without it, its near cases and those of other concepts, "
+        "with a 95 % interval; *words* and *mean state*: the same of simpler monitors. *In order*: pairs in which "
+        "the text with the concept scores higher. *Ordinary text*: AUROC against ordinary texts; *found*: texts "
+        "over the threshold of one alarm in 100 ordinary texts. *After other text*: the same of texts that follow "
+        "an ordinary text.",
     ]
     for group, (title, about) in GROUPS.items():
         if of[group]:

@@ -78,7 +78,7 @@ def library_safety(found: dict[str, Any]) -> list[str]:
         cells = [one[id] for one in found["real_text"].values() if id in one]
         alarms = f"{sum(one['alarms'] for one in cells)} of {sum(one['texts'] for one in cells)}"
         lines.append(
-            f"| `{id}` | {_area(short)} | {_share(short['found'])} | {_share(short['near_over'])} | {_area(long)} |"
+            f"| `{id}` | {_number(short)} | {_share(short['found'])} | {_share(short['near_over'])} | {_number(long)} |"
             f" {_share(long['found'])} | {alarms} |"
         )
     return lines
@@ -100,8 +100,8 @@ def _median(values: Iterable[float | None]) -> str:
     return f"{median(known):.2f}" if known else "–"
 
 
-def _area(one: dict[str, Any]) -> str:
-    return "–" if one["auroc"] is None else f"{one['auroc']:.2f} ({one['low']:.2f} to {one['high']:.2f})"
+def _number(one: dict[str, Any]) -> str:
+    return "–" if one["auroc"] is None else f"{one['auroc']:.2f}"
 
 
 def _share(one: dict[str, Any]) -> str:

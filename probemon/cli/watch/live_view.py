@@ -131,7 +131,9 @@ class LiveView:
         leading = [] if inside else event.leading(1, self._above)
         clear = leading and leading[0].strength >= _CLEAR
         self._text.append(harmless(event.token, keep="\n"), style=style(leading[0]) if clear else "")
-        self._events.append((event, inside))
+        remarks = event.unseen or begins(event, self.risen) or memories_read(event)
+        if leading or remarks or event.ranked(1, self._above):  # others are shown in the text
+            self._events.append((event, inside))
         if not event.unseen:
             self._n_tokens += 1
             self._n_active += int(event.coverage.active[0])
@@ -150,8 +152,6 @@ class LiveView:
             leading = [] if inside else event.leading(self._k, self._above)
             concepts = [*leading, *event.ranked(self._k, self._above)]
             remarks = [*filter(None, [begins(event, self.risen, brief=self._brief), memories_read(event)])]
-            if not concepts and not event.unseen and not remarks:
-                continue  # shown in the text above
             room -= max(1, len(concepts) + len(remarks))
             if room < 0:
                 break

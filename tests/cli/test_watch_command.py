@@ -31,7 +31,7 @@ from probemon.cli.common import chat_messages, demo_packs
 from probemon.cli.watch import command
 from probemon.cli.watch.answer import WatchAnswer, _why_unseen, apart
 from probemon.cli.watch.live_view import LiveView
-from probemon.cli.watch.rules import Showing, Watching, score_of_strength, shown_above, stop_rules
+from probemon.cli.watch.rules import Showing, Watching, running_rules, score_of_strength, shown_above, stop_rules
 from probemon.core.aggregate import parse
 from probemon.errors import ConfigError
 from probemon.monitor import overhead as measuring
@@ -43,6 +43,7 @@ from probemon.tracking.recording import LAST, RecordedTokens
 PACK = "probes/wordnet-smollm2-135m"
 TOKEN = re.compile(r"\s*\d+  ")  # the line of one
 PROMPT = "Tell me about whales and the ships that hunted them."
+CHAT = [{"role": "user", "content": PROMPT}]
 
 
 @pytest.fixture(scope="module")
@@ -331,6 +332,22 @@ def test_demo_shows_the_library_where_running_scores_rise_and_nouns_at_ends_of_w
     assert n_shown > 0 and not any(" whole > " in line for line in lines)
     whole = watch("--max-new-tokens", 30)[0]
     assert any(" whole > " in line for line in whole)
+
+
+def test_event_of_a_rule_is_told_beside_an_equal_one_of_the_view(demo):
+    """A deployment's rule on a concept that is shown at the same threshold: two events, of which one is the rule's."""
+    manager = DynamicProbeManager("concepts-smollm2-135m")
+    (rule,) = [rule for rule in running_rules(manager.pack) if manager.pack.concepts[rule.probe]["id"] == "english"]
+    watching = Watching([], None, [rule])
+
+    def prepare(run):
+        watching.prepare(run)
+        run.on("english", above=rule.above, aggregate=rule.aggregator, action="record")
+
+    events = list(manager.stream(*demo, CHAT, max_new_tokens=20, do_sample=False, prepare=prepare))
+    answer = WatchAnswer(manager, events[-1].result, watching, Showing(None), cost=None, audited=False)
+    shown, told = watching.shown_only, answer.as_dict()["events"]
+    assert len(told) == len(shown) > 0 and len(watching.events) == 2 * len(shown)
 
 
 def firing_probes(result, i):

@@ -157,7 +157,8 @@ class WatchAnswer:
 
     def _of_rules(self) -> list[Event]:
         """Return the events of rules, without those of what is shown."""
-        return [event for event in self.watching.events if event not in self.watching.shown_only]
+        shown = {id(event) for event in self.watching.shown_only}  # a rule's event may equal one of them
+        return [event for event in self.watching.events if id(event) not in shown]
 
     def _risen(self) -> list[str]:
         """Say whose running score rose over its threshold, and where first."""

@@ -23,7 +23,8 @@ from probemon import DynamicProbeManager
 from probemon.lab.corpora.documents import Document
 from probemon.lab.corpora.state_reader import StateReader
 from probemon.lab.corpora.windows import Reading, shards
-from probemon.lab.library.evaluate import highest_trained
+from probemon.lab.library.evaluate import highest_trained, in_text, parts_of
+from probemon.packs.group import trained_score
 from real_text import bbc, framework, library, mails
 
 FOLDER = Path(__file__).with_name("concept_texts")
@@ -96,27 +97,6 @@ def _unmarked(row: Row) -> Row:
     return row if spans is None else {**row, "labels": [spans[0]["concept"]]}
 
 
-def parts_of(text: str, rng: random.Random, *, is_code: bool) -> tuple[list[str], str]:
-    """Return the pieces of an ordinary text, between which an example may stand, and what joins them."""
-    if is_code:
-        begin = text.find("\n", len(text) // 3) + 1
-        return text[begin : begin + 1_900].split("\n"), "\n"
-    words = text.split(" ")[: rng.randint(270, 420)]
-    return " ".join(words).replace(". ", ".\n").split("\n"), " "
-
-
-def in_text(row: Row, parts: list[str], at: int, separator: str) -> Row:
-    """Return a row whose text, or last turn, stands between the pieces of an ordinary text."""
-
-    def whole(said: str) -> str:
-        return separator.join([*parts[:at], said, *parts[at:]])
-
-    if "text" in row:
-        return {**row, "text": whole(row["text"])}
-    *before, last = row["messages"]  # the turn with the concept, or its twin
-    return {**row, "messages": [*before, {**last, "content": whole(last["content"])}]}
-
-
 def real_kinds() -> dict[str, list[str]]:
     """Return ordinary texts of kinds and sources of which the package holds nothing."""
     sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -147,7 +127,7 @@ def alarms_on(pack: Any, model: Any, tokenizer: Any, read: Any = None) -> dict[s
     """
     manager = DynamicProbeManager(pack)
     reader = StateReader(model, tokenizer, pack.sites, Reading())
-    quality = pack.manifest["quality"]["concepts"]
+    quality, reads = pack.manifest["quality"]["concepts"], [trained_score(pack, p) for p in range(pack.n_probes)]
     found: dict[str, dict[str, dict[str, Any]]] = {}
     for kind, texts in real_kinds().items():
         documents = (Document(i, f"{kind} {i}", text) for i, text in enumerate(texts))
@@ -156,7 +136,7 @@ def alarms_on(pack: Any, model: Any, tokenizer: Any, read: Any = None) -> dict[s
             scores = manager.score_all(states).cpu().numpy()
             n_tokens.append(len(tokens))
             told = read[kind][str(document.index)] if read else {"present": (), "unsure": ()}
-            highest = highest_trained(pack, scores)
+            highest = highest_trained(reads, scores)
             for p, concept in enumerate(pack.concepts):
                 id = concept["id"]
                 threshold = quality[id]["alert_of_texts"]["threshold"]

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from probemon.core.aggregate import over
+from probemon.core.aggregate import Aggregator, over
 from probemon.core.hierarchy import Ints
 from probemon.errors import ConfigError
 from probemon.lab.training.evaluation import judge, share
@@ -51,9 +51,9 @@ def inside(rows: Sequence[Row], prose: Sequence[str], code: Sequence[str], *, se
             if group not in places:
                 is_code = row["lang"] not in _PROSE
                 texts = code if is_code else prose
-                parts, separator = _parts(texts[len(places) % len(texts)], generator, is_code=is_code)
+                parts, separator = parts_of(texts[len(places) % len(texts)], generator, is_code=is_code)
                 places[group] = parts, max(1, int(len(parts) * generator.uniform(0.3, 0.75))), separator
-            plain = _placed(plain, *places[group])
+            plain = in_text(plain, *places[group])
         found.append(plain)
     return found
 
@@ -65,7 +65,7 @@ def inside_ordinary(rows: Sequence[Row]) -> list[dict[str, Any]]:
     return inside(rows, prose, [example.text for example in by_kind["code"] if example.text])
 
 
-def _parts(text: str, generator: random.Random, *, is_code: bool) -> tuple[list[str], str]:
+def parts_of(text: str, generator: random.Random, *, is_code: bool) -> tuple[list[str], str]:
     """Return the pieces of a text, between which an example may stand, and what joins them."""
     if is_code:
         begin = text.find("\n", len(text) // 3) + 1 if len(text) > 2 * _CODE_CHARS else 0
@@ -74,7 +74,9 @@ def _parts(text: str, generator: random.Random, *, is_code: bool) -> tuple[list[
     return " ".join(words).replace(". ", ".\n").split("\n"), " "
 
 
-def _placed(row: dict[str, Any], parts: list[str], at: int, separator: str) -> dict[str, Any]:
+def in_text(row: Row, parts: list[str], at: int, separator: str) -> dict[str, Any]:
+    """Return a row whose text, or last turn, stands between the pieces of an ordinary text."""
+
     def whole(said: str) -> str:
         return separator.join([*parts[:at], said, *parts[at:]])
 
@@ -103,7 +105,8 @@ def evaluate(
 
     Raises `ConfigError` for a pack that names no running scores, `TrainingError`.
     """
-    if not any(trained_score(pack, probe) for probe in range(pack.n_probes)):
+    reads = [trained_score(pack, probe) for probe in range(pack.n_probes)]
+    if not any(reads):
         raise ConfigError(f"the pack {pack.name} names no running scores: give one of `probemon library fit`")
     ids = [concept["id"] for concept in pack.concepts]
     declared = [{"id": id, "name": id, "examples": []} for id in ids]
@@ -119,14 +122,14 @@ def evaluate(
             done += sizes[i]
             progress(done, sum(sizes))
             if len(values):
-                scores[i] = highest_trained(pack, values)
+                scores[i] = highest_trained(reads, values)
     see(examples, scores)
     return _figures(pack, examples, scores)
 
 
-def highest_trained(pack: ProbePack, scores: np.ndarray) -> np.ndarray:
+def highest_trained(reads: Sequence[Aggregator | None], scores: np.ndarray) -> np.ndarray:
     """Return the highest running score `[P]` of token scores `[T, P]`; NaN for concepts not trained for one."""
-    highest, reads = np.full(pack.n_probes, np.nan), [trained_score(pack, probe) for probe in range(pack.n_probes)]
+    highest = np.full(len(reads), np.nan)
     for aggregator in {one for one in reads if one is not None}:
         columns = [p for p, one in enumerate(reads) if one == aggregator]
         highest[columns] = over(aggregator, scores[:, columns]).max(axis=0)

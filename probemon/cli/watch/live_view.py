@@ -43,33 +43,44 @@ _BAR = "▁▂▃▄▅▆▇█"
 _FROM_ROOT = (", from the root", "")  # not brief, brief
 
 
-class PlainView:
-    """One line per token with something to show, without control characters."""
+class _View:
+    """Passes each token on, with whether it ends inside a word; `brief`: one token later, when that is known."""
 
     risen: Mapping[int, Sequence[Event]] = MappingProxyType({})  # by column, concepts whose running score rises
+    _brief: bool
+    _waiting: TokenEvent | None = None
+
+    def show(self, event: TokenEvent) -> None:
+        """Show a token."""
+        if not self._brief:
+            return self._add(event, inside=False)
+        before, self._waiting = self._waiting, event
+        if before is not None:
+            self._add(before, inside=inside_words([before.token, event.token])[0])
+
+    def _show_last(self) -> None:
+        if self._waiting is not None:
+            self._add(self._waiting, inside=False)
+
+    def _add(self, event: TokenEvent, *, inside: bool) -> None:
+        raise NotImplementedError
+
+
+class PlainView(_View):
+    """One line per token with something to show, without control characters."""
 
     def __init__(
         self, console: Console, *, n_concepts: int = 3, above: Doubles | None = None, brief: bool = False
     ) -> None:
         self._console, self._k, self._above, self._brief = console, n_concepts, above, brief
-        self._waiting: TokenEvent | None = None
 
     def __enter__(self) -> PlainView:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        if self._waiting is not None:
-            self._line(self._waiting, inside=False)
+        self._show_last()
 
-    def show(self, event: TokenEvent) -> None:
-        """Show a token."""
-        if not self._brief:
-            return self._line(event, inside=False)
-        before, self._waiting = self._waiting, event
-        if before is not None:
-            self._line(before, inside=inside_words([before.token, event.token])[0])
-
-    def _line(self, event: TokenEvent, *, inside: bool) -> None:
+    def _add(self, event: TokenEvent, *, inside: bool) -> None:
         token = printable(event.token)
         leading = [] if inside else event.leading(event.pack.n_probes, self._above)
         concepts = [
@@ -85,10 +96,8 @@ class PlainView:
             self._console.print(Text(harmless(f"{event.position:>4}  {token:<14} {remarks}")), soft_wrap=True)
 
 
-class LiveView:
+class LiveView(_View):
     """The text so far, coloured by concepts, above a table of the last tokens."""
-
-    risen: Mapping[int, Sequence[Event]] = MappingProxyType({})
 
     def __init__(
         self,
@@ -103,7 +112,6 @@ class LiveView:
         self._console, self._title, self._k = console, Text(harmless(title)), n_concepts
         self._above, self._brief, self._text = above, brief, Text()
         self._n_rows = n_rows
-        self._waiting: TokenEvent | None = None
         self._events: deque[tuple[TokenEvent, bool]] = deque(maxlen=n_rows)  # and whether it ends inside a word
         self._n_tokens = self._n_active = 0
         self._live = Live(console=console, auto_refresh=False, vertical_overflow="crop")
@@ -115,17 +123,8 @@ class LiveView:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._waiting is not None:
-            self._add(self._waiting, inside=False)
+        self._show_last()
         self._live.__exit__(kind, error, trace)
-
-    def show(self, event: TokenEvent) -> None:
-        """Show a token."""
-        if not self._brief:
-            return self._add(event, inside=False)
-        before, self._waiting = self._waiting, event
-        if before is not None:
-            self._add(before, inside=inside_words([before.token, event.token])[0])
 
     def _add(self, event: TokenEvent, *, inside: bool) -> None:
         leading = [] if inside else event.leading(1, self._above)

@@ -6,19 +6,16 @@ found[0].concept, found[0].fires, found[0].at
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from probemon.core.aggregate import over
-from probemon.errors import ChatRefused, ConfigError
-from probemon.host.chat_dates import CHAT_DATE
-from probemon.host.text_tokens import in_ranges
-from probemon.lab.corpora.documents import Document
-from probemon.lab.corpora.state_reader import StateReader
-from probemon.lab.corpora.windows import Reading, shards
+from probemon.errors import ConfigError, TrainingError
+from probemon.lab.training.examples import Example
+from probemon.lab.training.state_store import TextReader, shards_of
+from probemon.lab.training.texts import Text, render
 from probemon.manager import DynamicProbeManager
 from probemon.packs.group import trained_score
 from probemon.packs.pack import ProbePack
@@ -49,17 +46,13 @@ def shown_in(text: str, pack: ProbePack, model: Any, tokenizer: Any, *, prompt: 
         raise ConfigError(
             f"the pack {pack.name} names no running scores: give one of `probemon library fit` or `train`"
         )
-    document = _document(text, prompt, tokenizer)
-    begin = document.text.rfind(text.strip())
-    if begin < 0:
-        raise ConfigError(
-            "the model's chat template does not write the answer as it is: give it without marks, or alone"
-        )
-    manager, reader = DynamicProbeManager(pack), StateReader(model, tokenizer, pack.sites, Reading())
-    _, tokens, states = next(iter(reader.states(shards([document]))), (None, None, None))
+    rendered = _rendered(text, prompt, tokenizer)
+    manager, reader = DynamicProbeManager(pack), TextReader(model, tokenizer, pack.sites)
+    [(states_of, places)] = reader.kinds([rendered])
+    _, tokens, states = next(iter(states_of.states(shards_of([rendered], places))), (None, None, None))
     if tokens is None or states is None:
         raise ConfigError("the model reads no tokens of the text: give another one")
-    counts = in_ranges(tokens.start, tokens.end, [(begin, begin + len(text.strip()))])
+    counts, begin = rendered.counts(tokens), rendered.counted[0][0] if rendered.counted else 0
     scores, ends = manager.score_all(states).cpu().numpy()[counts], tokens.end[counts]
     found = []
     for p, (concept, aggregator) in enumerate(zip(pack.concepts, reads, strict=True)):
@@ -70,19 +63,17 @@ def shown_in(text: str, pack: ProbePack, model: Any, tokenizer: Any, *, prompt: 
             continue
         running = over(aggregator, scores[:, p : p + 1])[:, 0]
         at = int(np.argmax(running))
-        around = document.text[max(begin, int(ends[at]) - _AROUND) : int(ends[at])]
+        around = rendered.text[max(begin, int(ends[at]) - _AROUND) : int(ends[at])]
         found.append(Shown(concept["id"], float(running[at]), threshold, bool(running[at] > threshold), around))
     return sorted(found, key=lambda one: (not one.fires, one.threshold - one.score))
 
 
-def _document(text: str, prompt: str, tokenizer: Any) -> Document:
+def _rendered(text: str, prompt: str, tokenizer: Any) -> Text:
     if not text.strip():
         raise ConfigError("the text is empty: say something")
-    if not prompt:
-        return Document(0, "text", text)
-    messages = [{"role": "user", "content": prompt}, {"role": "assistant", "content": text}]
-    chat = Document(0, "text", "", chat=json.dumps({"messages": messages, "tools": None}))
+    messages = ({"role": "user", "content": prompt}, {"role": "assistant", "content": text}) if prompt else ()
     try:
-        return chat.rendered(tokenizer, CHAT_DATE)
-    except ChatRefused as error:
-        raise ConfigError(f"the answer cannot be written as a chat: {error}") from error
+        [rendered] = render([Example("the answer", text, messages=messages)], tokenizer, roles=("assistant",))
+    except TrainingError as error:
+        raise ConfigError(str(error)) from error
+    return rendered

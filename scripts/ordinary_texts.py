@@ -3,7 +3,8 @@
     python scripts/ordinary_texts.py            # writes address.jsonl, novel.jsonl and sources.json
     python scripts/ordinary_texts.py --check    # whether they are as the files say
 
-The other kinds were written for this project, and stand in probemon/lab/training/ordinary as they are.
+The other kinds were written for this project, and stand in probemon/lab/training/ordinary as they are; those of the
+demo model come from `ordinary_answers.py`.
 """
 
 from __future__ import annotations
@@ -38,6 +39,14 @@ PUBLIC = {
         "source": f"Moby-Dick, npm {NOVEL}",
     },
 }
+ANSWERS = dict.fromkeys(
+    ("answer", "draft"),
+    {
+        "author": "SmolLM2-135M-Instruct, to prompts that a language model wrote for this project",
+        "licence": "CC0-1.0",
+        "source": None,
+    },
+)
 EACH, LONGEST = 130, 1_100  # texts of a kind in the public domain, and characters of one
 
 
@@ -55,16 +64,16 @@ def passages(texts: Iterator[Any]) -> list[dict[str, str]]:
 
 
 def manifest() -> dict[str, Any]:
-    """Count the files."""
+    """Count the files; answers stand last, so that they change nothing that is drawn of the others."""
     kinds = {}
-    for path in sorted(FOLDER.glob("*.jsonl")):
+    for path in sorted(FOLDER.glob("*.jsonl"), key=lambda path: (path.stem in ANSWERS, path.stem)):
         rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
         kinds[path.stem] = {
             "texts": len(rows),
             "words": sum(len(said.split()) for row in rows for said in said_in(row)),
             "languages": sorted({row.get("lang", "en") for row in rows}),
             "sha256": sha256(path),
-            **PUBLIC.get(path.stem, OURS),
+            **{**PUBLIC, **ANSWERS}.get(path.stem, OURS),
         }
     total = {name: sum(kind[name] for kind in kinds.values()) for name in ("texts", "words")}
     return {**total, "kinds": kinds}

@@ -42,7 +42,7 @@ from probemon.util.checks import shown
 
 _SHOWN = 5
 _MERGED = "merged"  # the alert set in force if the packs' names differ
-_BY_CONCEPT = ("concepts", "contradictions")  # parts of `quality` by concept id
+_BY_CONCEPT = ("concepts", "contradictions", "shown_over")  # parts of `quality` by concept id
 # Merged settings: at least as much room and rounds as alone, no stricter limit.
 _JOINED: dict[str, Callable[[list[Any]], Any]] = {
     "max_loaded_probes": sum, "keep_top_k": sum, "aggressive_pruning": all, "unload_threshold": min,

@@ -52,8 +52,7 @@ NEAR = 0.6
 BARS = {"cpu_minutes": 30, "ships": 60, "near_on_tests": 60, "over_words": 45, "alarms_as_stated": 0.9}
 PENALTIES = (0.1, 0.01, 1e-3, 1e-4)  # of the regression on words, the best in hindsight
 KEPT = (
-    "site", "scale", "width", "reads", "n_positive", "n_negative", "auroc", "low", "high", "baselines",
-    "over_mean state", "pairs_in_order", "against_ordinary", "found", "near_over", "carried_against_ordinary",
+    "site", "scale", "width", "reads", "near", "pairs_in_order", "against_ordinary", "found", "near_over", "carried_against_ordinary",
     "found_in_text",
 )  # fmt: skip
 OF_ALERT = ("threshold", "rate", "high", "new_kind_high", "worst")

@@ -307,12 +307,12 @@ def test_demo_shows_the_library_where_running_scores_rise_and_nouns_at_ends_of_w
     result = list(manager.stream(*demo, chat, max_new_tokens=60, do_sample=False))[-1].result
     library = pack.packs["concepts"]
     over, expected = library.manifest["quality"]["library"]["shown_over"], {}
-    assert over > 0
+    assert set(over) == {concept["id"] for concept in library.concepts} and max(over.values()) > min(over.values()) >= 0
     for p, concept in enumerate(library.concepts):
         aggregator = parse(library.manifest["quality"]["concepts"][concept["id"]]["reads"])
         threshold = float(library.thresholds_for(aggregator)[p])
         running = result.aggregate(pack.find(f"concepts:{concept['id']}"), aggregator)
-        is_over = running.values > score_of_strength(threshold, over)
+        is_over = running.values > score_of_strength(threshold, over[concept["id"]])
         rises = np.flatnonzero(is_over & ~np.concatenate([[False], is_over[:-1]]))
         for at in rises[np.diff(rises, prepend=-99) >= 16].tolist():
             expected.setdefault(int(running.positions[at]), set()).add(concept["name"].split("/")[-1])

@@ -145,12 +145,13 @@ def running_rules(pack: AnyPack, min_strength: float | None = None) -> list[Stop
     rules = []
     for member, numbers in members_of(pack):
         library = (member.manifest.get("quality") or {}).get("library")
-        over = 0.0 if min_strength is None or not library else max(min_strength, library.get("shown_over", 0.0))
+        margins = (library or {}).get("shown_over", {})
         for p, probe in enumerate(numbers.tolist() if library else ()):
             aggregator = trained_score(pack, probe)
             if aggregator is None or str(aggregator) not in member.aggregated:  # renamed since, or set anew without it
                 continue
             threshold = float(member.thresholds_for(aggregator)[p])
+            over = 0.0 if min_strength is None else max(min_strength, margins.get(member.concepts[p]["id"], 0.0))
             if 0 < threshold < 1:
                 rules.append(StopRule(probe, score_of_strength(threshold, over) if over else threshold, aggregator))
     return rules

@@ -149,7 +149,8 @@ def evaluate_(
 ) -> None:
     """Judge PACK by the library's tests, which second authors wrote and which train nothing.
 
-    Short tests stand alone; long ones are one or two sentences inside an ordinary text of the package.
+    Short tests stand alone; long ones are one or two sentences inside an ordinary text of the package, which may have
+    trained without them.
     """
     from probemon.lab.library.evaluate import evaluate, inside_ordinary
     from probemon.packs.pack import ProbePack

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from probemon.lab.training.card import beats, verdict, warnings
+from probemon.lab.training.card import verdict, warnings
 
 if TYPE_CHECKING:
     from probemon.lab.library.fit import Bars, Verdict
@@ -13,14 +13,14 @@ if TYPE_CHECKING:
 
 Quality = Mapping[str, Any]
 HEADS = (
-    "concept", "other texts", "words", "mean state", "in order", "ordinary text", "found", "after other text",
+    "concept", "near cases", "words", "mean state", "in order", "ordinary text", "found", "after other text",
     "found there", "threshold", "of 100 ordinary texts",
 )  # fmt: skip
 GROUPS = {
-    "works": ("Works", "Told from ordinary text and from other texts."),
+    "works": ("Works", "Told from ordinary text and from near cases."),
     "warned": (
         "Works with a warning",
-        "Told from ordinary text, but hardly from other texts: near cases will alarm.",
+        "Told from ordinary text, but hardly from near cases: these will alarm.",
     ),
     "missing": ("Not found on this model", "Not in the pack. *Misses*: the bars that it does not reach."),
 }
@@ -33,24 +33,24 @@ def library_card(
     of = {group: [id for id, one in verdicts.items() if one.group == group] for group in GROUPS}
     kept = {id: quality["concepts"][id] for group in ("works", "warned") for id in of[group]}
     own = {**quality, "concepts": kept}
-    better = [id for id, found in kept.items() if beats(found, "words")]
+    better = [id for id, found in kept.items() if (found["near"]["over_words"]["low"] or 0) > 0]
     lines = [
         f"# {name}",
         "",
         f"Of {len(verdicts)} concepts {len(of['works'])} work on {model_id or 'this model'}, {len(of['warned'])} work"
         f" with a warning, and {len(of['missing'])} are not found. {len(better)} are better than words (TF-IDF) at"
-        " telling their texts from texts without them, by more than the interval.",
+        " telling their near cases apart, by more than the interval.",
         "",
         *(line for sentence in verdict(own) for line in (sentence, "")),
         "The texts were written for this by language models, not taken from use: written examples, not observed cases."
         f" Library {library.about['name']}, version {library.about['version']}.",
         "",
         "Every text is judged by probes that saw neither it nor its pair, and ordinary text by probes that saw none "
-        "of its kind. *Other texts*: AUROC against texts without it, its near cases and those of other concepts, "
-        "with a 95 % interval; *words* and *mean state*: the same of simpler monitors. *In order*: pairs in which "
-        "the text with the concept scores higher. *Ordinary text*: AUROC against ordinary texts; *found*: texts "
-        "over the threshold of one alarm in 100 ordinary texts. *After other text*: the same of texts that follow "
-        "an ordinary text.",
+        "of its kind. *Near cases*: AUROC against texts without it that were written beside it; *words* and *mean "
+        "state*: the same of simpler monitors. *In order*: pairs in which the text with the concept scores higher. "
+        "*Ordinary text*: AUROC against ordinary texts; *found*: texts over the threshold of one alarm in 100 ordinary "
+        "texts. *After other text*: AUROC of texts that follow an ordinary text, against ordinary texts. In brackets: "
+        "95 % intervals.",
     ]
     for group, (title, about) in GROUPS.items():
         if of[group]:
@@ -73,7 +73,7 @@ def library_card(
     lines += [
         "",
         f"Bars: {bars.ordinary:.2f} against ordinary text, {bars.found:.0%} found, {bars.long:.2f} in other text,"
-        f" {bars.near:.2f} against other texts ({bars.warned:.2f} with a warning).",
+        f" {bars.near:.2f} against near cases ({bars.warned:.2f} with a warning).",
     ]
     return "\n".join(lines) + "\n"
 
@@ -84,17 +84,18 @@ def table(quality: Quality, verdicts: Mapping[str, Verdict], ids: Sequence[str])
     rows = []
     for id in ids:
         found = quality["concepts"][id]
-        base, alert = found["baselines"], found["alert_of_texts"]
+        near, alert = found["near"], found["alert_of_texts"]
+        base = near["baselines"]
         rows.append(
             [
                 id,
-                _area(found) if not found["beside_ordinary"] else "–",
+                _area(near),
                 _number(base["words"]),
                 _number(base["mean state"]),
                 _share(found["pairs_in_order"]),
-                _number(found["against_ordinary"]["auroc"]),
+                _area(found["against_ordinary"]),
                 _share(found["found"]),
-                _number(found["carried_against_ordinary"]["auroc"]),
+                _area(found["carried_against_ordinary"]),
                 _share(found["found_in_text"]),
                 *([", ".join(verdicts[id].reasons)] if missing else _alarms(alert)),
             ]

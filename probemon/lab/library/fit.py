@@ -32,8 +32,9 @@ from probemon.lab.training.trainer import Kept, Trained, TrainingJob, check_repo
 from probemon.packs.files import check_target
 
 WORKS, WARNED, MISSING = "works", "warned", "missing"
-N_ORDINARY, CARRIED, PAIRS = 520, 1_000, 40  # texts; pairs of an author and concept
+N_ORDINARY, CARRIED, PAIRS = 560, 1_000, 40  # texts; pairs of an author and concept
 SHOWN_WRONGLY = 0.02  # of ordinary texts, by any concept
+_MORE = 4  # texts
 _LEAST = 1e-7  # score
 YOURS = "yours"  # the author of added rows
 _ROLES = ("user", "assistant")
@@ -45,8 +46,9 @@ class Bars:
 
     - `ordinary`: AUROC of its texts against ordinary text; `found`: the share of them over the threshold of one alarm
       in 100 ordinary texts
-    - `long`: AUROC of its texts, after other text, against ordinary text; not asked of concepts of whole texts
-    - `near`: AUROC against texts without it, near cases among them; from `warned` on it is kept with a warning
+    - `long`: AUROC of its texts, after other text, against ordinary text; missed where all of its interval is below,
+      as few texts stand there, and not asked of concepts of whole texts
+    - `near`: AUROC against its near cases; from `warned` on it is kept with a warning, and so it is without any
     """
 
     ordinary: float = 0.95
@@ -217,30 +219,41 @@ def judge_concept(found: Mapping[str, Any], concept: LibraryConcept | None, bars
         reasons.append(f"against ordinary text {_number(found['against_ordinary']['auroc'])}")
     if (found["found"]["rate"] or 0) < bars.found:
         reasons.append(f"finds {found['found']['count']} of {found['found']['n']}")
-    long = found["carried_against_ordinary"]["auroc"]
-    if long is not None and long < bars.long and (concept is None or concept.reading == "span"):
-        reasons.append(f"in other text {long:.2f}")
-    near = 0.5 if found["beside_ordinary"] or found["auroc"] is None else found["auroc"]
-    if near < bars.warned:
-        reasons.append(f"other texts {near:.2f}")
+    long = found["carried_against_ordinary"]
+    if long["high"] is not None and long["high"] < bars.long and (concept is None or concept.reading == "span"):
+        reasons.append(f"in other text {long['auroc']:.2f}")
+    near = found["near"]["auroc"]
+    if near is not None and near < bars.warned:
+        reasons.append(f"near cases {near:.2f}")
     if reasons:
         return Verdict(MISSING, reasons)
-    return Verdict(WORKS) if near >= bars.near else Verdict(WARNED, [f"other texts {near:.2f}"])
+    if near is None:
+        return Verdict(WARNED, ["no near cases"])
+    return Verdict(WORKS) if near >= bars.near else Verdict(WARNED, [f"near cases {near:.2f}"])
 
 
-def shown_over(measurement: TrainingMeasurement, places: Sequence[int], rate: float = SHOWN_WRONGLY) -> float:
+def shown_over(
+    measurement: TrainingMeasurement, places: Sequence[int], rate: float = SHOWN_WRONGLY
+) -> dict[str, float]:
     """Return by how much, in log odds, running scores must exceed their thresholds so that this share of ordinary texts
     shows any of these concepts wrongly. Each threshold alone lets through one in a hundred, so all of them many.
+
+    What ordinary text has seldom must exceed it further: to the score's log odds is added the log of the share of
+    ordinary texts that have the concept (Bayes' rule), with `_MORE` texts more on either side. All sums have one limit.
     """
     data, ordinary = measurement.data, measurement.data.is_of(ORDINARY)
-    most = np.full(len(data.texts), -np.inf)
+    most, rarity = np.full(len(data.texts), -np.inf), dict[int, float]()
     for p in places:
         threshold, scores = float(np.float32(measurement.text_rate(p).threshold)), measurement.score(p)
+        known = data.judged[ordinary, p]
+        n_with, n_without = (int((known == side).sum()) for side in (1, 0))
+        rarity[p] = float(np.log((n_with + n_without + 2 * _MORE) / (n_with + _MORE)))
         if 0 < threshold < 1:
-            strength = _log_odds(scores) - _log_odds(np.asarray(threshold))
+            strength = _log_odds(scores) - _log_odds(np.asarray(threshold)) - rarity[p]
             most = np.fmax(most, np.where(data.judged[:, p] == 0, strength, -np.inf))
     judged = most[ordinary & ~np.isneginf(most)]
-    return max(0.0, float(np.quantile(judged, 1 - rate, method="higher"))) if len(judged) else 0.0
+    limit = float(np.quantile(judged, 1 - rate, method="higher")) if len(judged) else -np.inf
+    return {data.concepts[p].id: round(max(0.0, limit + rarity[p]), 3) for p in places}
 
 
 def _log_odds(scores: np.ndarray) -> np.ndarray:

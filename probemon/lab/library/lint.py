@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from probemon.errors import TrainingError
 from probemon.lab.library.library import TESTS, TEXTS, Library
 from probemon.lab.training.groups import group_texts, split_groups
 from probemon.lab.training.logistic import Targets, fit_logistic, logits
@@ -31,6 +32,7 @@ _SHORT = 20  # characters, of which two texts may have the same
 _SPREAD = 0.25  # of the words of the longer side
 _REAL = re.compile(r"(?:https?://|www\.|(?<=[\w.])@)((?:[A-Za-z0-9-]+\.)+[A-Za-z]{2,})")  # a domain
 _CARD = re.compile(r"(?<![\d-])[3-6](?:[ -]?\d){12,18}(?![\d-])")
+_FIELDS = ("id", "group", "present", "absent", "unsure", "genre", "lang", "author", "author_kind")
 _ID = re.compile(r"[a-z0-9_]+-[a-z0-9]+-[0-9]{3}[pn]")
 Row = Mapping[str, Any]
 
@@ -46,9 +48,20 @@ class Finding:
 
 
 def lint(rows: Sequence[Row], concept: str, *, by_words: bool = False) -> list[Finding]:
-    """Check rows of a concept; of one that words may tell, such as a language (`by_words`), only form and labels."""
+    """Check rows of a concept; of one that words may tell, such as a language (`by_words`), only form and labels.
+
+    Raises `TrainingError` for rows without the fields of the library, or a file without both sides.
+    """
+    for number, row in enumerate(rows, 1):
+        if lacks := [key for key in _FIELDS if key not in row] or ([] if {"text", "messages"} & set(row) else ["text"]):
+            raise TrainingError(f"row {number} has no {lacks[0]!r}: give {', '.join(_FIELDS)} and text or messages")
     labelled = [row for row in rows if concept in (*row["present"], *row["absent"])]
     side = np.asarray([concept in row["present"] for row in labelled], dtype=bool)
+    if side.all() or not side.any():
+        has = "texts with it alone" if len(side) and side.all() else "no text with it"
+        raise TrainingError(
+            f"of {concept!r} there is {has}: give rows of both sides, and the concept's name (--concept)"
+        )
     texts = [said(row) for row in labelled]
     groups = np.unique([row["group"] for row in labelled], return_inverse=True)[1].astype(np.int64)
     pairs = _pairs(groups, side)

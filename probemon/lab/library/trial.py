@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from probemon.core.aggregate import over
+from probemon.core.aggregate import Aggregator, RollingLogit, over
 from probemon.errors import ConfigError, TrainingError
 from probemon.lab.training.examples import Example
 from probemon.lab.training.state_store import TextReader, shards_of
@@ -39,7 +39,9 @@ def shown_in(text: str, pack: ProbePack, model: Any, tokenizer: Any, *, prompt: 
 
     `prompt`: the text is an assistant's answer to it. Without it, the text stands alone.
 
-    Raises `ConfigError`, also for a model without a chat template.
+    Concepts whose running score begins after the text's end are left out.
+
+    Raises `ConfigError`, also for a model without a chat template, or a text that is too short for any score.
     """
     reads = [trained_score(pack, probe) for probe in range(pack.n_probes)]
     if not any(reads):
@@ -56,7 +58,7 @@ def shown_in(text: str, pack: ProbePack, model: Any, tokenizer: Any, *, prompt: 
     scores, ends = manager.score_all(states).cpu().numpy()[counts], tokens.end[counts]
     found = []
     for p, (concept, aggregator) in enumerate(zip(pack.concepts, reads, strict=True)):
-        if aggregator is None:
+        if aggregator is None or _begins(aggregator) > len(scores):
             continue
         threshold = float(pack.thresholds_for(aggregator)[p])
         if np.isnan(threshold):  # no text set one
@@ -65,7 +67,16 @@ def shown_in(text: str, pack: ProbePack, model: Any, tokenizer: Any, *, prompt: 
         at = int(np.argmax(running))
         around = rendered.text[max(begin, int(ends[at]) - _AROUND) : int(ends[at])]
         found.append(Shown(concept["id"], float(running[at]), threshold, bool(running[at] > threshold), around))
+    if not found and len(scores) < (least := min(_begins(one) for one in reads if one is not None)):
+        raise ConfigError(
+            f"the text has {len(scores)} tokens, and no score of {pack.name} begins before {least}: say more"
+        )
     return sorted(found, key=lambda one: (not one.fires, one.threshold - one.score))
+
+
+def _begins(aggregator: Aggregator) -> int:
+    """Return the number of tokens from which a running score says something."""
+    return -(-aggregator.n // 2) if isinstance(aggregator, RollingLogit) else 1
 
 
 def _rendered(text: str, prompt: str, tokenizer: Any) -> Text:

@@ -364,6 +364,7 @@ class TrainingMeasurement:
             "near_over": self._share_over(scores, threshold, own & (known == 0)),
             "at_rates": [self._at_other(p, rate, own & (known >= 0), known) for rate in OTHER_RATES],
             "found_in_text": self._share_over(scores, threshold, data.is_of(CARRIED) & (known == 1)),
+            "near": self._near(p, own & (known >= 0)),
             "carried": judge(scores, np.where(data.is_of(CARRIED), known, -1), data.group).as_dict(),
             "against_ordinary": self._against_ordinary(p, own),
             "carried_against_ordinary": self._against_ordinary(p, data.is_of(CARRIED)),
@@ -410,6 +411,20 @@ class TrainingMeasurement:
         limit, scores = np.float32(self.of_other_rates[rate][p]), self.score(p)
         shares = [self._share_over(scores, limit, own & (known == side)) for side in (1, 0)]
         return {"rate": rate, "found": shares[0], "near_over": shares[1]}
+
+    def _near(self, p: int, own: Mask) -> dict[str, Any]:
+        """AUROC of own texts with the concept against those without it in the same groups: its near cases alone."""
+        known, group = self.data.judged[:, p], self.data.group
+        near = own & np.isin(group, group[own & (known == 1)])
+        labels = np.where(near, known, -1).astype(np.int8)
+        value, low, high = difference(
+            self.score(p), self.baselines["words"][:, p], labels, group, seed=self.settings.seed
+        )
+        return {
+            **judge(self.score(p), labels, group).as_dict(),
+            "baselines": {name: number(auroc_labelled(self.baselines[name][:, p], labels)) for name in BASELINES},
+            "over_words": {"difference": number(value), "low": low, "high": high},
+        }
 
     def _against_ordinary(self, p: int, texts: Mask) -> dict[str, Any]:
         """AUROC of these texts with the concept against ordinary text that is known to be without it."""

@@ -31,6 +31,7 @@ LONGEST = 800  # characters; longer texts are cut
 _N_TEMPLATE = 40
 _MEASURED = 0.8  # of a kind, at most; the others are carriers, and teach the template
 _CHATS = ("chat", "agent")
+_ANSWERS = ("answer", "draft")  # of the demo model; they refuse and apologise, so they are drawn only if read
 _SOURCES = "sources.json"
 
 
@@ -92,11 +93,15 @@ def ordinary(
 ) -> Ordinary:
     """Draw about `texts` texts, equally of all kinds, and what else training takes from the corpus.
 
-    `read`: of texts that were read, by group, concepts that they have, or (None) may have. Then only these are drawn.
+    `read`: of texts that were read, by group, concepts that they have, or (None) may have. Then only these are drawn,
+    and answers of a model beside them.
     """
     generator = np.random.default_rng([seed, 2])
     by_kind = {kind: [own[i] for i in generator.permutation(len(own))] for kind, own in corpus().items()}
-    if read is not None:
+    if read is None:
+        by_kind = {kind: own for kind, own in by_kind.items() if kind not in _ANSWERS}
+    else:
+        by_kind = {kind: own for kind, own in by_kind.items() if any(one.group in read for one in own)}
         # Those that were read first, so that the others are carriers.
         by_kind = {kind: sorted(own, key=lambda example: example.group not in read) for kind, own in by_kind.items()}
         texts = min(texts, len(by_kind) * min(sum(one.group in read for one in own) for own in by_kind.values()))
@@ -114,7 +119,7 @@ def ordinary(
             replace(example, messages=tuple(turn for turn in example.messages if turn["role"] != "system"))
             for example in chats
         ]
-    carriers = [example.text for kind, own in rest.items() if kind not in _CHATS for example in own]
+    carriers = [example.text for own in rest.values() for example in own if example.text]
     return Ordinary(measured, template, carriers)
 
 

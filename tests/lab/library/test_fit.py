@@ -4,6 +4,7 @@ import json
 import random
 import sys
 
+import numpy as np
 import pytest
 import yaml
 
@@ -12,11 +13,13 @@ from corpora import make_tokenizer
 from lab.training.test_train import text
 from probemon import ProbePack, cli
 from probemon.core.aggregate import parse
+from probemon.core.score_counts import log_odds
 from probemon.errors import ConfigError, RuleError, TrainingError
 from probemon.lab.library.evaluate import evaluate, inside
-from probemon.lab.library.fit import MISSING, WARNED, WORKS, Bars, Verdict, fit, fit_settings, judge_concept
+from probemon.lab.library.fit import MISSING, WARNED, WORKS, Bars, Verdict, fit, fit_settings, judge_concept, shown_over
 from probemon.lab.library.library import Library
 from probemon.lab.library.trial import shown_in
+from probemon.lab.training.dataset import ORDINARY
 from probemon.monitor.rule_spec import RuleSpec
 from probemon.packs.group import PackGroup
 
@@ -55,10 +58,16 @@ def host(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def fitted(host):
+def seen():
+    return []
+
+
+@pytest.fixture(scope="module")
+def fitted(host, seen):
     model, folder, library = host
     settings = fit_settings(ordinary=260, carried=40, layers=(1,), states=folder / "states")
-    return fit(model, folder / "pack", tokenizer=make_tokenizer(), library=library, settings=settings, model_id="host")
+    options = {"tokenizer": make_tokenizer(), "library": library, "settings": settings, "model_id": "host"}
+    return fit(model, folder / "pack", see=seen.append, **options)
 
 
 def test_what_holds_is_in_the_pack_and_the_rest_in_the_card(host, fitted):
@@ -67,11 +76,27 @@ def test_what_holds_is_in_the_pack_and_the_rest_in_the_card(host, fitted):
     assert {id: one.group for id, one in fitted.of.items()} == {"zed": WORKS, "luck": MISSING}
     assert set(fitted.quality["concepts"]) == set(MARKS) and set(pack.manifest["quality"]["concepts"]) == {"zed"}
     about = pack.manifest["quality"]["library"]
-    assert (about["name"], about["version"]) == ("letters", 3) and 0 <= about["shown_over"] < 20
+    assert (about["name"], about["version"]) == ("letters", 3)
     card = (host[1] / "pack" / "README.md").read_text()
     assert card.index("## Works\n") < card.index("## Not found on this model") < card.index("| luck |")
+    near = fitted.quality["concepts"]["zed"]["near"]  # of its own file: 40 pairs, not the texts of the other concept
+    assert (near["n_positive"], near["n_negative"]) == (40, 40) and near["auroc"] > 0.9
     assert "Of 2 concepts 1 work on host, 0 work with a warning, and 1 are not found." in card
     assert fitted.quality["concepts"]["zed"]["found"]["rate"] > 0.5
+
+
+def test_concepts_are_shown_where_two_of_a_hundred_ordinary_texts_show_one_wrongly(seen, fitted):
+    """Against a count text by text; what no ordinary text has must be further over its threshold."""
+    (measured,) = seen
+    data = measured.data
+    data.judged[np.flatnonzero(data.is_of(ORDINARY))[:50], 0] = 1  # as if a reader had found it there
+    margins = shown_over(measured, [0, 1])
+    assert margins["luck"] > margins["zed"] >= 0
+    shown = np.zeros(len(data.texts), dtype=bool)
+    for p, id in enumerate(MARKS):
+        odds = log_odds(measured.score(p)) - log_odds(np.float64(np.float32(measured.text_rate(p).threshold)))
+        shown |= (odds > margins[id]) & (data.judged[:, p] == 0)
+    assert 0 < shown[data.is_of(ORDINARY)].mean() <= 0.02
 
 
 def test_try_says_what_a_text_or_an_answer_shows(host, fitted, capsys, monkeypatch):
@@ -90,6 +115,8 @@ def test_try_says_what_a_text_or_an_answer_shows(host, fitted, capsys, monkeypat
         shown_in(marked, pack, model, make_tokenizer(), prompt="who")
     with pytest.raises(ConfigError, match="the text is empty"):
         shown_in(" ", pack, model, make_tokenizer())
+    with pytest.raises(ConfigError, match="the text has 2 tokens, and no score of .* begins before"):
+        shown_in("ab", pack, model, make_tokenizer())
     monkeypatch.chdir(folder)
     monkeypatch.setattr(
         sys, "argv", ["probemon", "library", "try", marked, "--model", "host", "--pack", "pack", "--json"]
@@ -151,8 +178,8 @@ def test_a_library_of_which_nothing_holds_is_an_error_and_leaves_no_pack(host):
 def test_each_bar_has_its_reason(host):
     _, _, library = host
     good = {
-        "against_ordinary": {"auroc": 0.99}, "found": {"rate": 0.8, "count": 8, "n": 10}, "beside_ordinary": False,
-        "carried_against_ordinary": {"auroc": 0.9}, "auroc": 0.8,
+        "against_ordinary": {"auroc": 0.99}, "found": {"rate": 0.8, "count": 8, "n": 10}, "near": {"auroc": 0.8},
+        "carried_against_ordinary": {"auroc": 0.8, "high": 0.9},
     }  # fmt: skip
     concept = library.concepts["zed"]
     judged = {
@@ -160,13 +187,13 @@ def test_each_bar_has_its_reason(host):
         "against ordinary text 0.94": {"against_ordinary": {"auroc": 0.944}},
         "against ordinary text unknown": {"against_ordinary": {"auroc": None}},
         "finds 4 of 10": {"found": {"rate": 0.4, "count": 4, "n": 10}},
-        "in other text 0.84": {"carried_against_ordinary": {"auroc": 0.84}},
-        "other texts 0.59": {"auroc": 0.59},
-        "other texts 0.50": {"auroc": None},
+        "in other text 0.74": {"carried_against_ordinary": {"auroc": 0.74, "high": 0.84}},
+        "near cases 0.59": {"near": {"auroc": 0.59}},
     }
     for reason, change in judged.items():
         expected = Verdict(MISSING, [reason]) if reason else Verdict(WORKS)
         assert judge_concept({**good, **change}, concept, Bars()) == expected
-    assert judge_concept({**good, "auroc": 0.65}, concept, Bars()) == Verdict(WARNED, ["other texts 0.65"])
-    unknown = judge_concept({**good, "carried_against_ordinary": {"auroc": None}}, None, Bars())
+    for area, reason in ((0.65, "near cases 0.65"), (None, "no near cases")):
+        assert judge_concept({**good, "near": {"auroc": area}}, concept, Bars()) == Verdict(WARNED, [reason])
+    unknown = judge_concept({**good, "carried_against_ordinary": {"auroc": None, "high": None}}, None, Bars())
     assert unknown == Verdict(WORKS)

@@ -6,7 +6,7 @@ from collections import Counter
 import pytest
 import yaml
 
-from probemon.errors import ConfigError
+from probemon.errors import ConfigError, TrainingError
 from probemon.lab.library.fit import examples_of
 from probemon.lab.library.library import TESTS, TEXTS, Library
 from probemon.lab.library.lint import lint, problems, said
@@ -141,6 +141,10 @@ def test_lint_names_what_gives_a_side_away(library):
     assert not found["words tell the sides apart"].holds and not found["words of one side"].holds
     assert "please 40/0" in found["words of one side"].found
     assert found["marks on texts with it, and on no others"].holds
+    with pytest.raises(TrainingError, match="of 'y' there is no text with it"):
+        lint(rows, "y")
+    with pytest.raises(TrainingError, match="row 2 has no 'absent': give id, group"):
+        lint([rows[0], {key: value for key, value in rows[1].items() if key != "absent"}], "x")
     del rows[0]["spans"]
     again = {finding.check: finding for finding in lint(rows, "x")}
     assert again["marks on texts with it, and on no others"].found == "not x-a1-000p"

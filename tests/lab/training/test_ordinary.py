@@ -35,6 +35,7 @@ def test_no_ordinary_text_repeats_another():
 def test_texts_are_drawn_equally_of_all_kinds_and_carriers_are_others():
     chosen = ordinary(make_tokenizer(), texts=104, seed=3)
     assert set(Counter(kind for kind, _ in chosen.measured).values()) == {4} and not chosen.template
+    assert not {"answer", "draft"} & set(chosen.kinds)  # nobody read them for these concepts
     texts = {example.text for _, example in chosen.measured}
     assert not texts & set(chosen.carriers) and len(chosen.carriers) > 2_000
     again, other = (ordinary(make_tokenizer(), texts=104, seed=seed) for seed in (3, 4))
@@ -55,7 +56,9 @@ def test_a_kind_that_may_have_a_concept_neither_trains_nor_sets_its_threshold():
 def test_texts_that_were_read_are_drawn_with_what_stands_in_them():
     read = {f"ordinary {kind} {n}": {"joy": True, "fear": None} for kind in sources()["kinds"] for n in (1, 2)}
     chosen = ordinary(make_tokenizer(), texts=104, read=read)
-    assert {example.group for _, example in chosen.measured} == set(read)
+    assert {example.group for _, example in chosen.measured} == set(read) and "answer" in chosen.kinds
+    few = {group: told for group, told in read.items() if "novel" not in group}
+    assert set(chosen.kinds) - set(ordinary(make_tokenizer(), texts=104, read=few).kinds) == {"novel"}
     labelled = _ordinary(chosen.measured[0][1], {"anger": 0, "fear": 1, "joy": 2})
     assert labelled.labels == {"anger": False, "joy": True}
 

@@ -40,7 +40,7 @@ def answers(prompts: list[str], model: Any, tokenizer: Any, *, greedy: bool, see
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--kind", choices=list(ANSWERS), required=True)
+    parser.add_argument("--kind", choices=ANSWERS, required=True)
     parser.add_argument("--prompts", type=Path, required=True)
     arguments = parser.parse_args()
     prompts = [line.strip() for line in arguments.prompts.read_text(encoding="utf-8").splitlines() if line.strip()]

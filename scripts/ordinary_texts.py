@@ -39,14 +39,8 @@ PUBLIC = {
         "source": f"Moby-Dick, npm {NOVEL}",
     },
 }
-ANSWERS = dict.fromkeys(
-    ("answer", "draft"),
-    {
-        "author": "SmolLM2-135M-Instruct, to prompts that a language model wrote for this project",
-        "licence": "CC0-1.0",
-        "source": None,
-    },
-)
+ANSWERS = ("answer", "draft")
+OF_MODEL = {**OURS, "author": "SmolLM2-135M-Instruct, to prompts that a language model wrote for this project"}
 EACH, LONGEST = 130, 1_100  # texts of a kind in the public domain, and characters of one
 
 
@@ -73,7 +67,7 @@ def manifest() -> dict[str, Any]:
             "words": sum(len(said.split()) for row in rows for said in said_in(row)),
             "languages": sorted({row.get("lang", "en") for row in rows}),
             "sha256": sha256(path),
-            **{**PUBLIC, **ANSWERS}.get(path.stem, OURS),
+            **(OF_MODEL if path.stem in ANSWERS else PUBLIC.get(path.stem, OURS)),
         }
     total = {name: sum(kind[name] for kind in kinds.values()) for name in ("texts", "words")}
     return {**total, "kinds": kinds}

@@ -52,8 +52,8 @@ NEAR = 0.6
 BARS = {"cpu_minutes": 30, "ships": 60, "near_on_tests": 60, "over_words": 45, "alarms_as_stated": 0.9}
 PENALTIES = (0.1, 0.01, 1e-3, 1e-4)  # of the regression on words, the best in hindsight
 KEPT = (
-    "site", "scale", "width", "reads", "near", "pairs_in_order", "against_ordinary", "found", "near_over", "carried_against_ordinary",
-    "found_in_text",
+    "site", "scale", "width", "reads", "near", "pairs_in_order", "against_ordinary", "found", "near_over",
+    "carried_against_ordinary", "found_in_text",
 )  # fmt: skip
 OF_ALERT = ("threshold", "rate", "high", "new_kind_high", "worst")
 
@@ -94,7 +94,8 @@ def case(folder: Path, concepts: Sequence[str]) -> dict[str, Any]:
         }
     cells = [one for kind in alarms.values() for one in kind.values()]
     ships = [one for one in by_concept.values() if one["verdict"] != "missing"]
-    over = [one for one in ships if any(_over(part["over_words"]) for part in one["tests"].values())]
+    over = [one for one in ships if _over(one["near"]["over_words"]) or _over(one["tests"]["long"]["over_words"])]
+    over_on_tests = [one for one in ships if any(_over(part["over_words"]) for part in one["tests"].values())]
     near = [one for one in ships if (one["tests"]["short"]["auroc"] or 0) >= NEAR]
     values = {
         "cpu_minutes": round(took["cpu_minutes"] + took.get("reading_cpu_minutes", 0), 1),
@@ -110,6 +111,7 @@ def case(folder: Path, concepts: Sequence[str]) -> dict[str, Any]:
         "tried": quality["tried"],
         "concepts": by_concept,
         "real_text": alarms,
+        "over_words_on_tests": len(over_on_tests),
         "claims": {
             name: {
                 "value": value,

@@ -115,7 +115,7 @@ def test_try_says_what_a_text_or_an_answer_shows(host, fitted, capsys, monkeypat
         shown_in(marked, pack, model, make_tokenizer(), prompt="who")
     with pytest.raises(ConfigError, match="the text is empty"):
         shown_in(" ", pack, model, make_tokenizer())
-    with pytest.raises(ConfigError, match="the text has 2 tokens, and no score of .* begins before"):
+    with pytest.raises(ConfigError, match=r"the text has 2 tokens, and no score of .* begins before"):
         shown_in("ab", pack, model, make_tokenizer())
     monkeypatch.chdir(folder)
     monkeypatch.setattr(

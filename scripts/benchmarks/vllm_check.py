@@ -4,7 +4,8 @@
     python scripts/benchmarks/vllm_check.py --folder build/vllm --json docs/benchmarks/vllm.json [--only eager stop]
 
 Each part has an engine of its own, and leaves a file in the folder: a run that was stopped goes on where it was:
-empty the folder after a change of the adapter. Ends with status 1 where a claim does not hold.
+empty the folder after a change of the adapter. All parts run on model runner V2, which every GPU takes, by Triton's
+interpreter; those that read rows, drafts and stops also on V1. Ends with status 1 where a claim does not hold.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ PARTS = (
     "plain_soak",
     "tensor_parallel",
 )
+RUNNERS = {"v2": PARTS, "v1": ("eager", "plain_eager", "speculation", "preemption", "stop", "canary")}
 COMPARED = ("eager", "speculation", "preemption", "sampled", "compiled")  # in fp32 with transformers, token by token
 FLAT_MB = 30  # that a process may grow over the second half of the soak, beyond what vLLM alone does
 ALONE = ("held", "server", "soak", "plain_soak", "tensor_parallel")  # have processes of their own; others share one
@@ -45,17 +47,17 @@ SECONDS = 900  # of one part
 LEAVE_OUT = ("spoken",)  # of the result file: ids of tokens, compared by then
 
 
-def run_parts(folder: Path, names: list[str]) -> dict[str, Any]:
+def run_parts(folder: Path, names: list[str], runner: str) -> dict[str, Any]:
     """Run the parts that are not there yet; return what each found, or how it failed."""
     folder.mkdir(parents=True, exist_ok=True)
-    paths = os.pathsep.join([str(ROOT), str(ROOT / "scripts/benchmarks")])
-    environment = {**os.environ, "PYTHONPATH": paths, "HF_HUB_OFFLINE": "1"}
+    paths = [ROOT, ROOT / "scripts/benchmarks", *([ROOT / "scripts/benchmarks/triton_on_cpu"] * (runner == "v2"))]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, paths)), "HF_HUB_OFFLINE": "1"}
     wanted = [name for name in names if not (folder / f"{name}.json").is_file()]
     together = [name for name in wanted if name not in ALONE]
     for group in [together, *([name] for name in wanted if name in ALONE)]:
         if not group:
             continue
-        print("==", *group, flush=True)
+        print(f"== {runner}:", *group, flush=True)
         command = [sys.executable, str(ROOT / "scripts/benchmarks/vllm_parts.py"), str(folder), *group]
         with (folder / f"{group[0]}.log").open("w") as log:
             try:
@@ -67,7 +69,7 @@ def run_parts(folder: Path, names: list[str]) -> dict[str, Any]:
         print(f"   {name}: {'found' if (folder / f'{name}.json').is_file() else 'failed, see the logs'}", flush=True)
     return {
         name: json.loads(file.read_text(encoding="utf-8"))
-        for name in PARTS
+        for name in RUNNERS[runner]
         if (file := folder / f"{name}.json").is_file()
     }
 
@@ -92,6 +94,14 @@ def claims_of(found: dict[str, Any]) -> dict[str, Any]:
     ]
     if pairs:
         claims["outputs_identical"] = {"value": int(all(pairs)), "of": len(pairs), "bar": "1"}
+    if "speculation" in found:
+        [turn] = found["speculation"]["turns"]
+        n_accepted = found["speculation"]["n_accepted"]
+        claims["drafts_exact"] = {
+            "value": int(turn["wrong"] == turn["missing"] == 0 < n_accepted),
+            "accepted": n_accepted,
+            "bar": "1",
+        }
     if "sampled" in found:
         claims["ended_at_stop_strings"] = {"value": found["sampled"]["n_at_stop_strings"], "bar": ">= 1"}
     if "held" in found:
@@ -118,6 +128,20 @@ def claims_of(found: dict[str, Any]) -> dict[str, Any]:
     return claims
 
 
+def all_claims(found: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """Return what is claimed of runner V2, and, with the name of the runner before it, of V1."""
+    claims = claims_of(found["v2"])
+    said = [
+        (runner, part["hello"]["runner"])
+        for runner, own in found.items()
+        for part in own.values()
+        if part.get("hello")
+    ]
+    if said:
+        claims["runners"] = {"value": int(all(runner == ran for runner, ran in said)), "of": len(said), "bar": "1"}
+    return claims | {f"v1_{name}": claim for name, claim in claims_of(found["v1"]).items()}
+
+
 def holds(claim: dict[str, Any]) -> bool:
     """Whether a claim holds."""
     kind, _, bar = claim["bar"].rpartition(" ")
@@ -134,17 +158,22 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="result file, docs/benchmarks/vllm.json")
     parser.add_argument("--only", nargs="*", choices=PARTS, default=list(PARTS), help="of these; all by default")
     arguments = parser.parse_args()
-    found = run_parts(arguments.folder.absolute(), arguments.only)
-    claims = claims_of(found)
+    found = {
+        runner: run_parts(arguments.folder.absolute() / runner, [one for one in arguments.only if one in parts], runner)
+        for runner, parts in RUNNERS.items()
+    }
+    claims = all_claims(found)
     for name, claim in claims.items():
         print(f"{'ok  ' if holds(claim) else 'FAIL'} {name}: {claim['value']} ({claim['bar']})")
     if arguments.json is not None:
         result = {
             **about(),
             "vllm": _version(),
-            "claims": claims,
-            "not_run": [name for name in PARTS if name not in found],
-            "parts": {name: _shortened(part) for name, part in found.items()},
+            "claims": {name: {**claim, "holds": holds(claim)} for name, claim in claims.items()},
+            "not_run": [
+                f"{runner}: {name}" for runner, own in RUNNERS.items() for name in own if name not in found[runner]
+            ],
+            "parts": {runner: {name: _shortened(part) for name, part in own.items()} for runner, own in found.items()},
         }
         write_text_atomically(arguments.json, json.dumps(result, indent=1) + "\n")
     sys.exit(not all(map(holds, claims.values())))

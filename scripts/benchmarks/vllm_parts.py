@@ -171,6 +171,7 @@ def watched_run(
         "hello": None if hello is None else {"runner": hello.runner, "way": hello.way, "compiled": hello.compiled},
         "canary": None if hello is None else dict(hello.canary),
         "preemptions": metrics.get("vllm:num_preemptions"),
+        "n_accepted": metrics.get("vllm:spec_decode_num_accepted_tokens", 0),
         "n_lost": n_lost,
         "worker": {name: stats[name] for name in ("steps", "seconds", "dropped", "gaps", "failures")},
         "healthy": health["ok"],

@@ -1,7 +1,8 @@
 """Records the steps of a real vLLM engine for the tests of rows: what its model runner had, and what came out.
 
-.venv-vllm/bin/python scripts/benchmarks/vllm_steps.py MODEL PACK OUT.json [--speculate] [--blocks N] [--prefixes]
+    .venv-vllm/bin/python scripts/benchmarks/vllm_steps.py MODEL PACK OUT.json [--speculate] [--blocks N] [--prefixes]
 
+With scripts/benchmarks/triton_on_cpu on PYTHONPATH the steps are of model runner V2, else of V1.
 MODEL is a folder, cut to a few layers for speed; PACK reads its layers. Few blocks make the engine preempt requests.
 The tests read the recording (tests/ops/vllm/recorded/); nothing of a model or of a text is in it but token ids.
 """
@@ -11,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -36,14 +38,15 @@ def main() -> None:
     raw.unlink(missing_ok=True)
     os.environ |= {"VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", STEPS: str(raw)}
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # one process, which imports everything once
-    outputs = _generate(arguments)
+    outputs, runner = _generate(arguments)
     steps = [json.loads(line) for line in raw.read_text().splitlines()]
     raw.unlink()
-    recorded = {"vllm": "0.32.0", "runner": "v1", "speculate": arguments.speculate, "outputs": outputs, "steps": steps}
+    about = {"vllm": version("vllm-cpu"), "runner": runner, "speculate": arguments.speculate}
+    recorded = {**about, "outputs": outputs, "steps": steps}
     Path(arguments.out).write_text(json.dumps(recorded, separators=(",", ":")) + "\n")
 
 
-def _generate(arguments: argparse.Namespace) -> list[dict[str, Any]]:
+def _generate(arguments: argparse.Namespace) -> tuple[list[dict[str, Any]], str]:
     from vllm import SamplingParams
 
     import vllm_parts
@@ -86,7 +89,8 @@ def _generate(arguments: argparse.Namespace) -> list[dict[str, Any]]:
                     }
                     for answer in output.outputs
                 ]
-        return made
+        assert client.hello is not None
+        return made, client.hello.runner
 
 
 if __name__ == "__main__":

@@ -6,6 +6,8 @@ import json
 import os
 from typing import Any
 
+from vllm.v1.outputs import AsyncModelRunnerOutput
+
 from probemon.ops.vllm.rows import StepRows
 from probemon.ops.vllm.worker import ProbeWorker
 
@@ -24,7 +26,7 @@ class RecordingWorker(ProbeWorker):
         self._line = {
             "finished": sorted(scheduler_output.finished_req_ids),
             "new": [
-                [new.req_id, new.prompt_token_ids, new.num_computed_tokens]
+                [new.req_id, new.prompt_token_ids, new.num_computed_tokens, new.prefill_token_ids]
                 for new in scheduler_output.scheduled_new_reqs
             ],
             "resumed": {name: list(cached.all_token_ids.get(name) or ()) for name in cached.resumed_req_ids},
@@ -40,6 +42,8 @@ class RecordingWorker(ProbeWorker):
     def sample_tokens(self, grammar_output: Any) -> Any:
         """Note how many tokens each request sampled."""
         output = super().sample_tokens(grammar_output)
+        if isinstance(output, AsyncModelRunnerOutput):
+            output = output.get_output()
         if self._watch is not None:
             self._line["sampled"] = {
                 name: len(output.sampled_token_ids[i]) for name, i in output.req_id_to_index.items()
@@ -49,6 +53,18 @@ class RecordingWorker(ProbeWorker):
 
     def _rows(self, scheduled: Any) -> StepRows:
         runner = self.model_runner
+        batch = getattr(runner.execute_model_state, "input_batch", None)
+        if batch is not None:  # of runner V2
+            n = int(batch.num_reqs)
+            n_rows = int(batch.query_start_loc_np[n])
+            self._had = {
+                "req_ids": list(batch.req_ids),
+                "num_reqs": n,
+                "query_start_loc": batch.query_start_loc_np.tolist(),
+                "input_ids": batch.input_ids[: n_rows + SLACK].tolist(),
+                "positions": batch.positions[: n_rows + SLACK].tolist(),
+            }
+            return super()._rows(scheduled)
         n = int(runner.input_batch.num_reqs)
         n_rows = int(runner.query_start_loc.np[n])
         self._had = {

@@ -71,6 +71,8 @@ _VLLM = {
     "compiled_checked": "compiled, as vLLM is by default",
     "overhead_pct": "what scoring adds to a step of 8 rows, %",
     "canary_refused": "engines broken on purpose that did not start",
+    "drafts_exact": "drafts by n-grams, some of them accepted: every token has the scores of its own forward",
+    "runners": "every part ran on the model runner that it is listed for",
     "soak_grown_mb": "growth of a process over the soak's second half, beyond vLLM alone under the same load, MB",
 }
 
@@ -90,12 +92,17 @@ def vllm(found: dict[str, Any]) -> list[str]:
     """What is claimed, the figure, the bar."""
     lines = ["| what | found | bar |", "|---|---|---|"]
     for name, claim in found["claims"].items():
+        if name.startswith("v1_"):
+            continue
         value = claim["value"]
         shown = f"{value:.1e}" if isinstance(value, float) and 0 < abs(value) < 1e-3 else f"{value:g}"
         if claim["bar"] == "1":
             shown = "yes" if value == 1 else "no"
         bar = {"0": "0", "1": "yes"}.get(claim["bar"], claim["bar"])
         lines.append(f"| {_VLLM[name]} | {shown} | {bar} |")
+    older = [claim for name, claim in found["claims"].items() if name.startswith("v1_")]
+    held = sum(claim["holds"] for claim in older)
+    lines.append(f"| of these, those that were tried on runner V1, and hold there | {held} | {len(older)} |")
     return lines
 
 
@@ -106,7 +113,7 @@ def vllm_runs(found: dict[str, Any]) -> list[str]:
         "|---|---|---|---|---|---|---|---|",
     ]
     for name, words in _RUNS.items():
-        for i, turn in enumerate(found["parts"].get(name, {}).get("turns", ())):
+        for i, turn in enumerate(found["parts"]["v2"].get(name, {}).get("turns", ())):
             asked = turn.get("asked", "again" * i)
             lines.append(
                 f"| {words}{f', {asked}' * bool(asked)} | {turn['tokens']:,} | {turn['cached']:,} | {turn['missing']} |"
@@ -119,8 +126,9 @@ def vllm_runs(found: dict[str, Any]) -> list[str]:
 
 def vllm_soak(found: dict[str, Any]) -> list[str]:
     """What the soak did, in a sentence."""
-    part = found["parts"]["soak"]
-    counts, grown, alone = part["counts"], part["grown_mb"], found["parts"].get("plain_soak")
+    parts = found["parts"]["v2"]
+    part = parts["soak"]
+    counts, grown, alone = part["counts"], part["grown_mb"], parts.get("plain_soak")
     beside = ""
     if alone is not None:
         worker, client = (alone["grown_mb"][name] for name in ("worker", "client"))

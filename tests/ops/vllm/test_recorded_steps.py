@@ -1,9 +1,7 @@
-"""Steps recorded from the model runner of a real vLLM 0.32 engine, compared with what the engine returned.
+"""Steps recorded from both model runners of a real vLLM 0.32 engine, compared with what the engine returned.
 
-The steps of the first kind of model runner are recorded (scripts/benchmarks/vllm_steps.py): one run with drafts of
-n-grams, one with a prefix cache, several answers to a prompt and so few blocks that requests were preempted. The second
-kind of model runner needs a GPU, and none has run it here: its steps are the same ones, laid into the structure that
-its source has, by hand.
+Two runs of each are recorded (scripts/benchmarks/vllm_steps.py): one with drafts of n-grams, one with a prefix cache,
+several answers to a prompt and so few blocks that requests were preempted.
 """
 
 from __future__ import annotations
@@ -20,7 +18,7 @@ from probemon.errors import AlignmentError
 from probemon.ops.vllm.rows import CACHED, Placing, rows_of_v1, rows_of_v2
 
 RECORDED = Path(__file__).parent / "recorded"
-RUNS = ("v1_drafts", "v1_preempted")
+RUNS = ("v1_drafts", "v1_preempted", "v2_drafts", "v2_preempted")
 
 
 def read(name):
@@ -38,21 +36,24 @@ def v1(had, as_tensor=torch.tensor):
 
 
 def v2(had):
-    """The same step in the `InputBatch` of the second kind: by its source, padded as for a captured graph."""
-    n = had["num_reqs"]
-    n_rows = had["query_start_loc"][n]
+    """The parts of the `InputBatch` of the second kind that a step is read from."""
     return SimpleNamespace(
-        req_ids=had["req_ids"][:n],
-        num_reqs=n,
-        query_start_loc_np=np.array([*had["query_start_loc"][: n + 1], *[n_rows] * 3], dtype=np.int32),
+        req_ids=had["req_ids"],
+        num_reqs=had["num_reqs"],
+        query_start_loc_np=np.array(had["query_start_loc"], dtype=np.int32),
         input_ids=torch.tensor(had["input_ids"]),
         positions=torch.tensor(had["positions"]),
     )
 
 
-@pytest.mark.parametrize("kind", ["v1", "v2"])
+ROWS_OF = {
+    "v1": lambda step: rows_of_v1(v1(step["runner"]), step["scheduled"]),
+    "v2": lambda step: rows_of_v2(v2(step["runner"]), step["scheduled"]),
+}
+
+
 @pytest.mark.parametrize("run", RUNS)
-def test_every_recorded_token_is_placed_once_and_matches_the_output(run, kind):
+def test_every_recorded_token_is_placed_once_and_matches_the_output(run):
     recorded = read(run)
     placing, placed_at, ended = Placing(), {}, {}
 
@@ -65,16 +66,16 @@ def test_every_recorded_token_is_placed_once_and_matches_the_output(run, kind):
     for step in recorded["steps"]:
         for name in step["finished"]:
             ended[name] = placing.end(name)
-        for name, prompt, n_cached in step["new"]:
-            placing.begin(name, prompt, n_cached)
+        for name, prompt, n_cached, *prefilled in step["new"]:
+            if name in placing.live:  # as runner V2 tells of a request that goes on after a preemption
+                placing.resume(name, prefilled[0])
+            else:
+                placing.begin(name, prompt, n_cached)
         for name, ids in step["resumed"].items():
             placing.resume(name, ids)
         if step["runner"] is None:
             continue
-        if kind == "v1":
-            rows = rows_of_v1(v1(step["runner"]), step["scheduled"])
-        else:
-            rows = rows_of_v2(v2(step["runner"]), step["scheduled"])
+        rows = ROWS_OF[recorded["runner"]](step)
         keep(placing.place(rows, step["drafts"]))
         keep(placing.settle({name: n - 1 for name, n in step["sampled"].items() if n}))
     for name in list(placing.live):  # an engine in the process of its user runs no step to tell of the last ends
@@ -96,13 +97,15 @@ def test_every_recorded_token_is_placed_once_and_matches_the_output(run, kind):
             assert rows.n_cached == output["cached"]
 
 
-def test_recordings_contain_drafts_preemption_and_chunked_prompts():
-    drafts, preempted = (read(run)["steps"] for run in RUNS)
+@pytest.mark.parametrize("runner", ["v1", "v2"])
+def test_recordings_contain_drafts_preemption_and_chunked_prompts(runner):
+    drafts, preempted = (read(f"{runner}_{run}")["steps"] for run in ("drafts", "preempted"))
     n_drafted = sum(sum(step["drafts"].values()) for step in drafts)
     n_accepted = sum(sum(n - 1 for n in step["sampled"].values() if n) for step in drafts)
     assert 0 < n_accepted < n_drafted  # some were rejected
-    assert any(step["resumed"] for step in preempted)
-    assert any(n_cached for step in preempted for *_, n_cached in step["new"])
+    new = [name for step in preempted for name, *_ in step["new"]]
+    assert any(step["resumed"] for step in preempted) if runner == "v1" else len(new) > len(set(new))
+    assert any(n_cached for step in preempted for _, _, n_cached, *_ in step["new"])
     assert any(name.startswith("1_") for step in preempted for name, *_ in step["new"])
     chunked = [step for step in preempted if max(step["scheduled"].values(), default=0) > 1 < len(step["scheduled"])]
     assert chunked  # chunks of prompts beside tokens of others

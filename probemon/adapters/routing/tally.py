@@ -7,10 +7,11 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 
-from probemon.adapters.bem.memory import gpu_memory, process_memory
+from probemon.adapters.bem.memory import gpu_memory
 from probemon.adapters.routing.alerts import DEFAULT_RULES, Alert, AlertRule, Alerts, Baseline
 from probemon.adapters.routing.decisions import Changes, Decisions, Stream
 from probemon.adapters.routing.statistics import RoutingStatistics
+from probemon.util.host_memory import process_memory
 
 WINDOW = 256  # tokens; rule windows are multiples of it
 Memory = Callable[[], tuple[int, int]]  # bytes in use, total bytes

@@ -1,29 +1,52 @@
 """The commands of vLLM.
 
 probemon vllm serve MODEL --deployment watch.yaml -- --max-model-len 4096
+probemon vllm serve MODEL --pack my-pack --stops abort
 probemon vllm check --deployment watch.yaml --json
 """
 
 from __future__ import annotations
 
-import secrets
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from probemon.cli import options as opt
 from probemon.cli.terminal import answer, say
 from probemon.errors import ConfigError
+from probemon.ops.cli.api_keys import ApiKey, ApiKeyFile, api_key_of
 from probemon.ops.cli.serve import AllowHost, AllowRemote, Host, NoToken
 
+if TYPE_CHECKING:
+    from probemon.ops.deployment.deployment import Deployment
+
 vllm = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Watch a model inside vLLM.")
-_TOKEN_BYTES = 32
 
 File = Annotated[
-    Path,
+    Path | None,
     typer.Option("--deployment", metavar="FILE", help="What is watched, and what follows (probemon deploy check)."),
+]
+Packs = Annotated[
+    list[str] | None,
+    typer.Option("--pack", metavar="PACK", help="A pack to watch, without rules; may be repeated. Instead of a file."),
+]
+Stops = Annotated[
+    str,
+    typer.Option(
+        metavar="WAY",
+        help="Rules that stop: in_step ends a sequence with the token that met the rule; abort aborts it, some tokens"
+        " later, also with speculation and tensor parallel; told only reports.",
+    ),
+]
+Canary = Annotated[
+    str,
+    typer.Option(
+        metavar="WAY",
+        help="What is compared before the first answer: weights (states of transformers with the same weights), layers"
+        " (states are finite and differ), off; auto: weights where a copy of them fits the memory.",
+    ),
 ]
 
 
@@ -35,12 +58,17 @@ def callback() -> None:
 @vllm.command()
 def serve(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="A model folder, a hub name, or 'demo'.")],
-    deployment: File,
+    deployment: File = None,
     more: Annotated[
         list[str] | None, typer.Argument(metavar="-- ARGUMENTS", help="Arguments of `vllm serve`, after two dashes.")
     ] = None,
     host: Host = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port to listen at.")] = 8000,
+    pack: Packs = None,
+    stops: Stops = "in_step",
+    canary: Canary = "auto",
+    api_key: ApiKey = "",
+    api_key_file: ApiKeyFile = None,
     no_token: NoToken = False,
     allow_remote: AllowRemote = False,
     allow_host: AllowHost = None,
@@ -48,7 +76,7 @@ def serve(
 ) -> None:
     """Serve MODEL by vLLM, watched: OpenAI's API, and below /probemon/ scores, events, metrics and health.
 
-    A sequence that a rule stops ends inside the step, after the token that met the rule.
+    What is watched stands in a deployment file, or is given as packs.
     """
     from probemon.ops.server.server import all_names, check_extra, is_loopback
     from probemon.ops.vllm.installed import check_vllm
@@ -60,30 +88,35 @@ def serve(
             + ("--no-token is for this machine alone" if no_token else "say --allow-remote if that is meant")
         )
     names = all_names(host, allow_host or ())
+    token, is_drawn = api_key_of(api_key, api_key_file, no_token=no_token)
     check_more(more or ())
     check_vllm()
     check_extra()
-    from probemon.ops.cli.deployments import open_deployment
     from probemon.ops.server.limits import Limits
     from probemon.ops.server.served import check_serves, served_name
     from probemon.ops.vllm.client import VllmClient
     from probemon.ops.vllm.engine_run import process_metrics
     from probemon.ops.vllm.routes import SERVED, ServedEngine
 
-    checked_deployment, _ = open_deployment(deployment)
-    check_serves(checked_deployment)
+    checked_deployment = _deployment_of(deployment, pack)
+    if checked_deployment is not None:
+        check_serves(checked_deployment)
     folder = _folder_of(model)
     from transformers import AutoTokenizer
 
     with VllmClient(
-        checked_deployment, tokenizer=AutoTokenizer.from_pretrained(folder), keep_requests=keep_requests
+        checked_deployment,
+        packs=pack or (),
+        tokenizer=AutoTokenizer.from_pretrained(folder),
+        stops=stops,
+        canary=canary,
+        keep_requests=keep_requests,
     ) as client:
-        token = None if no_token else secrets.token_urlsafe(_TOKEN_BYTES)
         metrics = process_metrics(checked_deployment, client.manager.pack)
         if metrics is not None:
             client.run.follow(metrics)
         address = f"http://{f'[{host}]' if ':' in host else host}:{port}/"
-        key_note = "" if token is None else f" with the API key {token}"
+        key_note = "" if token is None else f" with the API key {token}" if is_drawn else " with your API key"
         ready = partial(say, f"probemon: vLLM serves at {address}v1{key_note}; health at {address}probemon/readyz")
         SERVED.append(
             ServedEngine(client, metrics, token, names, served_name(model), Limits(kept_requests=keep_requests), ready)
@@ -92,15 +125,22 @@ def serve(
 
 
 @vllm.command()
-def check(deployment: File, as_json: opt.AsJson = False) -> None:
-    """Check that FILE can be watched inside the vLLM that is installed here, without starting it."""
+def check(
+    deployment: File = None,
+    pack: Packs = None,
+    stops: Stops = "in_step",
+    as_json: opt.AsJson = False,
+) -> None:
+    """Check that FILE, or packs, can be watched inside the vLLM that is installed here, without starting it."""
     from probemon.ops.vllm.client import VllmClient
-    from probemon.ops.vllm.installed import check_vllm
+    from probemon.ops.vllm.installed import check_vllm, expected_runner
 
     version = check_vllm()
-    with VllmClient(deployment) as client:
+    runner, why = expected_runner()
+    with VllmClient(_deployment_of(deployment, pack), packs=pack or (), stops=stops) as client:
         summary = {
             "vllm": version,
+            "runner": runner,
             "pack": client.manager.pack.name,
             "sites": list(client.settings.sites),
             "n_rules": len(client.rules),
@@ -109,11 +149,20 @@ def check(deployment: File, as_json: opt.AsJson = False) -> None:
     if as_json:
         answer(summary)
         return
-    stops = "end their rows inside the step" if client.settings.stop else "there are none that stop"
+    says = "end their rows inside the step" if client.settings.stop else "there are none that stop inside the step"
     say(
         f"vLLM {version} can watch {summary['pack']} at {', '.join(client.settings.sites)};"
-        f" {len(client.rules)} rules: {stops}"
+        f" {len(client.rules)} rules: {says}",
+        f"model runner {runner}: {why}",
     )
+
+
+def _deployment_of(file: Path | None, packs: list[str] | None) -> Deployment | None:
+    from probemon.ops.cli.deployments import open_deployment
+
+    if (file is None) == (not packs):
+        raise ConfigError("give what is watched: --deployment FILE, or --pack PACK, not both")
+    return None if file is None else open_deployment(file)[0]
 
 
 def _folder_of(model: str) -> str:

@@ -70,6 +70,7 @@ class VllmClient:
     - `tokenizer`: for texts; may be set later
     - `stops`: "in_step" ends a sequence with the token that met the rule; "abort" aborts it (`abort_with`), for
       speculation; "told" only reports
+    - `canary`: what is compared before the engine serves (`WorkerSettings`)
     - `keep_requests`: ended ones that keep their scores; None: all
     - `high_water_mark`: messages that may wait; further ones are dropped
     - `followers`: as those of `attach`, called in the receiving thread; hidden states stay in the worker
@@ -85,7 +86,7 @@ class VllmClient:
         cascade: dict[str, Any] | None = None,
         tokenizer: Any = None,
         stops: str = IN_STEP,
-        canary: str = "weights",
+        canary: str = "auto",
         keep_requests: int | None = None,
         high_water_mark: int = 10_000,
         followers: Sequence[Any] = (),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from probemon.monitor.check import FAILED, OK, Check
+from probemon.monitor.check import FAILED, OK, WARNING, Check
 from probemon.monitor.health import Health, state_of
 from probemon.ops.vllm.rows import CACHED
 
@@ -32,7 +32,9 @@ def _worker(client: VllmClient) -> Check:
         )
     how = "compiled" if hello.compiled else "eager"
     what = f"vLLM {hello.vllm}, runner {hello.runner}, {how}, reads {', '.join(hello.sites)} by {hello.way} states"
-    return Check("worker", OK, f"{what}; its canary held")
+    if hello.canary_way == "off":
+        return Check("worker", WARNING, f"{what}; nothing was compared before it served", "Leave canary='off' out.")
+    return Check("worker", OK, f"{what}; its canary held ({hello.canary_way})")
 
 
 def _channel(client: VllmClient) -> Check:

@@ -31,14 +31,14 @@ if TYPE_CHECKING:
     from probemon.packs.group import AnyPack
 
 
-def process_metrics(deployment: Deployment, pack: AnyPack) -> ProcessMetrics | None:
+def process_metrics(deployment: Deployment | None, pack: AnyPack) -> ProcessMetrics | None:
     """Return metrics in a separate registry, with a deployment's concepts; None without the extra.
 
     Raises `MissingExtra` if the deployment asks for metrics.
     """
     from probemon.ops.telemetry.metrics import ProcessMetrics
 
-    section = deployment.metrics(pack)
+    section = None if deployment is None else deployment.metrics(pack)
     try:
         from prometheus_client import CollectorRegistry
     except ImportError:

@@ -23,8 +23,8 @@ from probemon.errors import ConfigError
 WORKER = "probemon.ops.vllm.worker.ProbeWorker"
 CONFIG_KEY = "probemon"
 CHANNEL_VARIABLE = "PROBEMON_VLLM_CHANNEL"
-VERSION = 2
-CANARIES = ("weights", "layers")
+VERSION = 3
+CANARIES = ("auto", "weights", "layers", "off")
 _DTYPES = ("|b1", "|i1", "<i4", "<i8", "<f4")
 _COVERAGE = (*COUNTS, *AUDITED, "far")
 Array = npt.NDArray[Any]
@@ -40,7 +40,8 @@ class WorkerSettings:
     - `channel`: the client's address; "": the variable `PROBEMON_VLLM_CHANNEL`, so that a new address recompiles
       nothing
     - `stop`: rules stop inside the step; else stops are only reported
-    - `canary`: "weights" compares states with transformers, "layers" checks that they are finite and differ
+    - `canary`: "weights" compares states with transformers, "layers" checks that they are finite and differ, "auto" is
+      "weights" where transformers can load them beside the engine, "off" checks nothing
     - `high_water_mark`: messages that may wait
     """
 
@@ -51,7 +52,7 @@ class WorkerSettings:
     sites: tuple[str, ...] = ()
     channel: str = ""
     stop: bool = False
-    canary: str = "weights"
+    canary: str = "auto"
     high_water_mark: int = 10_000
 
     def __post_init__(self) -> None:
@@ -92,6 +93,7 @@ class Hello:
     - `way`: of reading states, "auxiliary" or "hooks"
     - `runner`: of vLLM, "v1" or "v2"
     - `host`: fields of a `ModelState`
+    - `canary`: figures by site; `canary_way`: what it compared, and why no more
     - `n_drafts`: tokens per step, 0 without speculation
     """
 
@@ -108,6 +110,7 @@ class Hello:
     sha256: str
     host: Mapping[str, Any]
     canary: Mapping[str, Any]
+    canary_way: str = "weights"
     n_drafts: int = 0
     version: int = VERSION
 

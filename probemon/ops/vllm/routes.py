@@ -28,6 +28,7 @@ from probemon.ops.server.limits import Limits
 from probemon.ops.server.subscribers import EventRing
 from probemon.ops.server.token_objects import Told, about_pack
 from probemon.ops.telemetry.metrics import ProcessMetrics
+from probemon.ops.vllm.client import ABORT as ABORT_ROWS
 from probemon.ops.vllm.client import VllmClient
 from probemon.ops.vllm.event_fields import event_of
 from probemon.ops.vllm.messages import Message, RequestHead, RuleMet, StepTokens, pack
@@ -59,13 +60,13 @@ class Routes:
     def __init__(self, app: Any) -> None:
         [served] = SERVED
         routes = _Routes(served)
-        self._app, self._ready = app, served.ready
+        self._app, self._ready, self._client = app, served.ready, served.client
         self._own = Guard(routes.app(), hosts=served.hosts, token=served.token, body_bytes=served.limits.body_bytes)
         self._stop = routes.stop
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
-            await self._app(scope, receive, partial(self._lifespan, send))
+            await self._app(scope, receive, partial(self._lifespan, send, scope))
         elif scope["type"] == "http" and scope["path"].startswith(f"{PREFIX}/"):
             path = scope["path"].removeprefix(PREFIX)
             extensions = {ABORT: lambda: None, **scope.get("extensions", {})}
@@ -74,7 +75,9 @@ class Routes:
         else:
             await self._app(scope, receive, send)
 
-    async def _lifespan(self, send: Send, message: Any) -> None:
+    async def _lifespan(self, send: Send, scope: Scope, message: Any) -> None:
+        if message["type"] == "lifespan.startup.complete" and self._client.stops == ABORT_ROWS:
+            self._client.abort_with(scope["app"].state.engine_client)
         await send(message)
         if message["type"] == "lifespan.startup.complete":
             self._ready()

@@ -15,7 +15,7 @@ _OURS = {  # set by the command, and why
     "--additional-config": "it holds what is watched",
     "--host": "give it before the two dashes",
     "--port": "give it before the two dashes",
-    "--api-key": "the command makes one, or give --no-token before the two dashes",
+    "--api-key": "give it, or --no-token, before the two dashes",
     "--api-server-count": "one process receives what the worker says",
     "--headless": "the server is what is started",
     "--uds": "it listens at an address",

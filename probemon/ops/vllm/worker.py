@@ -35,6 +35,7 @@ from probemon.ops.vllm.refusals import check_engine
 from probemon.ops.vllm.rows import StepRows, rows_of_v1, rows_of_v2
 from probemon.ops.vllm.step_stops import STOPS
 from probemon.ops.vllm.watched import open_manager
+from probemon.util.host_memory import host_memory
 
 if current_platform.is_cpu():
     from vllm.v1.worker.cpu_worker import CPUWorker as Worker
@@ -43,6 +44,7 @@ else:
 
 LOG = logging.getLogger("probemon")
 _CANARY = "probemon-canary"
+_OF_FREE = 0.8  # of free memory, which a copy of the weights may take
 
 
 class ProbeWorker(Worker):
@@ -58,8 +60,12 @@ class ProbeWorker(Worker):
         self._states = LayerStates.put_on(
             self.model_runner, self._settings.sites, eager=not self._compiled, auxiliary=supports_eagle3
         )
-        if self._states.way == HOOKS and self._settings.canary != "weights":
-            raise ConfigError("states that hooks read are to be compared with those of transformers: canary='weights'")
+        self._canary, self._why = self._canary_way()
+        if self._states.way == HOOKS and self._canary != "weights":
+            raise ConfigError(
+                "states that hooks read are to be compared with those of transformers (canary='weights')"
+                + f", and {self._why}" * bool(self._why)
+            )
         return loaded
 
     def compile_or_warm_up_model(self) -> Any:
@@ -73,7 +79,7 @@ class ProbeWorker(Worker):
         devices = [] if self.device.type == "cpu" else [self.device]
         with torch.random.fork_rng(devices):  # keeps later samples unchanged
             ids = canary_ids(self.model_config.get_vocab_size())
-            taken = self._run_canary(ids)
+            taken = {} if self._canary == "off" else self._run_canary(ids)
             if self.rank % self.parallel_config.tensor_parallel_size == 0:
                 self._begin(ids, taken)
         return warmed_up
@@ -132,6 +138,25 @@ class ProbeWorker(Worker):
         if hasattr(state, "input_batch"):
             return rows_of_v2(state.input_batch, scheduled.num_scheduled_tokens)
         return rows_of_v1(self.model_runner, scheduled.num_scheduled_tokens)
+
+    def _canary_way(self) -> tuple[str, str]:
+        """Return what the canary compares, and why not the weights where it could not be told. Raises `ConfigError`."""
+        asked, why = self._settings.canary, ""
+        if asked in ("auto", "weights"):
+            config = self.model_config
+            n_bytes = sum(one.numel() for one in self.model_runner.get_model().parameters()) * config.dtype.itemsize
+            n_bytes *= self.parallel_config.tensor_parallel_size
+            used, total = host_memory()
+            free = total - used
+            if config.quantization:
+                why = f"the weights are quantised ({config.quantization}), which transformers may not load"
+            elif n_bytes > _OF_FREE * free:
+                why = f"transformers' copy of the weights takes {n_bytes / 1e9:.1f} GB of {free / 1e9:.1f} free"
+        if asked == "weights" and why:
+            raise ConfigError(f"{why}: compare the layers alone (canary='layers', --canary layers)")
+        if asked == "auto":
+            return ("layers", why) if why else ("weights", "")
+        return asked, why
 
     def _run_canary(self, ids: list[int]) -> dict[str, Tensor]:
         groups = self.model_runner.kv_cache_config.kv_cache_groups
@@ -201,6 +226,7 @@ class ProbeWorker(Worker):
                 sha256=settings.sha256,
                 host=asdict(model_state),
                 canary=figures,
+                canary_way=f"{self._canary}: {self._why}" if self._why else self._canary,
                 n_drafts=self.vllm_config.num_speculative_tokens,
             )
         )
@@ -209,9 +235,12 @@ class ProbeWorker(Worker):
     def _judge(self, manager: DynamicProbeManager, ids: list[int], taken: dict[str, Tensor]) -> dict[str, Any]:
         """Compare states with transformers, and the weights with the packs'."""
         deployment = manager.deployment
-        if self._settings.canary == "layers":
+        if self._canary != "weights":
             if deployment is not None and deployment.content.get("host"):
-                raise ConfigError("the deployment names its host, which is only compared with canary='weights'")
+                raise ConfigError(
+                    "the deployment names its host, which is only compared with canary='weights'"
+                    + f", and {self._why}" * bool(self._why)
+                )
             return judge_alone(taken)
         from transformers import AutoModelForCausalLM
 

@@ -5,9 +5,11 @@ import torch
 
 from bem_oracle import VOCAB, make_host, randomise
 from probemon.adapters.bem import BemConfig, ControllerState, attach_bem, memory, memory_pressure, with_batch_backoff
-from probemon.adapters.bem.memory import host_memory, is_out_of_memory
+from probemon.adapters.bem.memory import is_out_of_memory
 from probemon.adapters.routing.tally import memory_of
 from probemon.errors import ConfigError
+from probemon.util import host_memory as of_host
+from probemon.util.host_memory import host_memory
 
 GIB = 2**30
 
@@ -25,7 +27,7 @@ def test_pressure_is_the_share_in_use():
 
 @pytest.mark.parametrize("version", [2, 1])
 def test_cgroup_limits_count_without_the_file_cache(tmp_path, monkeypatch, version):
-    _, controller, names = memory._GROUPS[2 - version]
+    _, controller, names = of_host._GROUPS[2 - version]
     folder = tmp_path / "inner"
     folder.mkdir()
     for name, text in zip(names, ("64000", "60000", None), strict=True):
@@ -34,11 +36,11 @@ def test_cgroup_limits_count_without_the_file_cache(tmp_path, monkeypatch, versi
     (folder / "memory.stat").write_text(f"anon 1\n{names[2]} 28000\n")
     own = tmp_path / "cgroup"
     own.write_text(f"9:cpu:/elsewhere\n0:{controller}:/inner\n")
-    real = memory.Path
-    monkeypatch.setattr(memory, "Path", lambda path: own if path == "/proc/self/cgroup" else real(path))
-    assert memory._of_group(tmp_path, controller, names, 10**9) == [(32000, 64000)]
+    real = of_host.Path
+    monkeypatch.setattr(of_host, "Path", lambda path: own if path == "/proc/self/cgroup" else real(path))
+    assert of_host._of_group(tmp_path, controller, names, 10**9) == [(32000, 64000)]
     (folder / names[0]).write_text("max\n" if version == 2 else "9223372036854771712\n")
-    assert memory._of_group(tmp_path, controller, names, 10**9) == []
+    assert of_host._of_group(tmp_path, controller, names, 10**9) == []
 
 
 def test_memory_reserved_but_unused_by_torch_is_free(monkeypatch):
@@ -57,7 +59,7 @@ def test_telemetry_and_memory_pressure_use_the_same_limit(monkeypatch):
     assert 1e6 < used < whole <= host_memory()[1] or whole < host_memory()[1]
     limit = whole // 3
     monkeypatch.setattr(
-        memory, "_of_group", lambda top, controller, names, whole: [(limit - 1, limit)] if controller else []
+        of_host, "_of_group", lambda top, controller, names, whole: [(limit - 1, limit)] if controller else []
     )
     assert memory_of(torch.device("cpu"))()[1] == host_memory()[1] == limit, "of cgroups 1 too"
 

@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 import torch
 from starlette.applications import Starlette
+from starlette.middleware import Middleware
 from starlette.responses import PlainTextResponse
 from starlette.routing import Route
-from test_client import ended_of, hello_of, step_of
+from test_client import ended_of, hello_of, step_of, wait_for
 from test_engine_watch import SITES
 
 import grouped_packs
@@ -72,6 +73,12 @@ def served(file):
             SERVED.clear()
 
 
+def event_at(request):
+    """Fields of an event of the concept c0 at column 2."""
+    event = {"concept": "c0", "name": "c0", "path": ["c0"], "row": 0, "column": 2, "token_id": 7, "score": 0.5}
+    return {**event, "above": 0.1, "for_tokens": 1, "value": 0.5, "request": request, "reading": []}
+
+
 def ask(served, path, token=TOKEN, **headers):
     connection = http.client.HTTPConnection("127.0.0.1", served.port, timeout=30)
     given = {"Authorization": f"Bearer {token}", **headers}
@@ -89,9 +96,7 @@ def test_route_reports_a_whole_answer_and_leaves_vllms_routes_alone(served, file
     client, channel = served.client, served.channel
     channel.send(lambda sequence: hello_of(client, sequence))
     channel.send(lambda sequence: step_of(client, sequence, [0, 1], [5, 6], "chatcmpl-7-00000000"))
-    event = {"concept": "c0", "name": "c0", "path": ["c0"], "row": 0, "column": 2, "token_id": 7, "score": 0.5}
-    more = {"above": 0.1, "for_tokens": 1, "value": 0.5, "request": "chatcmpl-7-00000000", "reading": []}
-    channel.send(lambda sequence: RuleMet(sequence, {**event, **more}, "stop", True))
+    channel.send(lambda sequence: RuleMet(sequence, event_at("chatcmpl-7-00000000"), "stop", True))
     channel.send(lambda sequence: step_of(client, sequence, [2], [7], "chatcmpl-7-00000000"))
     assert client.wait(lambda: client.n_steps == 2, 5)
     assert json.loads(ask(served, "/probemon/readyz")[1])["status"] == "ready"
@@ -199,6 +204,32 @@ def test_events_are_streamed_as_they_come(served):
     assert b'"request": "cmpl-1-0"' in seen
     connection.close()
     channel.close()
+
+
+def test_rules_abort_answers_of_the_engine_that_the_server_has(file):
+    aborted, ready = [], threading.Event()
+
+    class Engine:
+        async def abort(self, request, internal):
+            aborted.append((request, internal))
+
+    with VllmClient(file, stops="abort") as client, open_socket("127.0.0.1", 0) as sock:
+        SERVED.append(ServedEngine(client, None, None, all_names("127.0.0.1", []), "tiny", Limits(), ready.set))
+        app = Starlette(middleware=[Middleware(Routes)])  # as vLLM adds it
+        app.state.engine_client, app.stop = Engine(), lambda: None
+        server = make_server(app, lambda: None)
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]})
+        thread.start()
+        try:
+            assert ready.wait(30)
+            channel = Channel(client.receiver.address, 1000)
+            channel.send(lambda sequence: RuleMet(sequence, event_at("cmpl-1-0-abc"), "stop", False))
+            assert wait_for(lambda: aborted == [("cmpl-1-0-abc", True)])
+            channel.close()
+        finally:
+            server.should_exit = True
+            thread.join(30)
+            SERVED.clear()
 
 
 def test_vllm_command_line_carries_the_watch_settings(file):

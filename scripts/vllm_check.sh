@@ -6,4 +6,6 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 bash scripts/vllm_env.sh
 export PYTHONPATH="$PWD:$PWD/scripts/benchmarks" HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1
-exec "${VLLM_ENV:-.venv-vllm}/bin/python" scripts/benchmarks/vllm_check.py --folder build/vllm --json docs/benchmarks/vllm.json "$@"
+python=${VLLM_ENV:-.venv-vllm}/bin/python
+"$python" -m pytest -q -p no:cacheprovider --noconftest -c /dev/null tests/ops/vllm/test_internals.py
+exec "$python" scripts/benchmarks/vllm_check.py --folder build/vllm --json docs/benchmarks/vllm.json "$@"

@@ -29,6 +29,6 @@ PYTHON
 pip install -q -c constraints-vllm.txt -r "$wanted"
 echo "   4/4 probemon"
 # vLLM's build for CPUs leaves this triton alone, unless scripts/benchmarks/triton_on_cpu is on PYTHONPATH.
-pip install -q -c constraints-vllm.txt triton cachetools jsonschema safetensors huggingface_hub packaging pyyaml rich tqdm typer numba pyarrow gguf accelerate prometheus-client msgpack pyzmq starlette uvicorn
+pip install -q -c constraints-vllm.txt triton cachetools jsonschema safetensors huggingface_hub packaging pyyaml rich tqdm typer numba pyarrow gguf accelerate prometheus-client msgpack pyzmq starlette uvicorn pytest
 pip install -q --no-deps --no-build-isolation -e .
 echo "$stamp" > "$venv/.probemon-stamp"

@@ -132,10 +132,7 @@ def all_claims(found: dict[str, dict[str, Any]]) -> dict[str, Any]:
     """Return what is claimed of runner V2, and, with the name of the runner before it, of V1."""
     claims = claims_of(found["v2"])
     said = [
-        (runner, part["hello"]["runner"])
-        for runner, own in found.items()
-        for part in own.values()
-        if part.get("hello")
+        (runner, part["hello"]["runner"]) for runner, own in found.items() for part in own.values() if part.get("hello")
     ]
     if said:
         claims["runners"] = {"value": int(all(runner == ran for runner, ran in said)), "of": len(said), "bar": "1"}

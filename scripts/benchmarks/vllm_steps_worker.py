@@ -6,8 +6,7 @@ import json
 import os
 from typing import Any
 
-from vllm.v1.outputs import AsyncModelRunnerOutput
-
+from probemon.ops.vllm.internals import sampled
 from probemon.ops.vllm.rows import StepRows
 from probemon.ops.vllm.worker import ProbeWorker
 
@@ -42,12 +41,8 @@ class RecordingWorker(ProbeWorker):
     def sample_tokens(self, grammar_output: Any) -> Any:
         """Note how many tokens each request sampled."""
         output = super().sample_tokens(grammar_output)
-        if isinstance(output, AsyncModelRunnerOutput):
-            output = output.get_output()
         if self._watch is not None:
-            self._line["sampled"] = {
-                name: len(output.sampled_token_ids[i]) for name, i in output.req_id_to_index.items()
-            }
+            output, self._line["sampled"] = sampled(output)
             self._write()
         return output
 

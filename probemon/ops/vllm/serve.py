@@ -59,13 +59,10 @@ def run_server(arguments: Sequence[str]) -> None:
     if os.environ.get("VLLM_USE_RUST_FRONTEND", "0") not in ("", "0"):
         raise ConfigError("VLLM_USE_RUST_FRONTEND is set: vLLM's other front end has no place for routes, so unset it")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-    from vllm.entrypoints.cli.serve import ServeSubcommand
-    from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
-    from vllm.utils.argparse_utils import FlexibleArgumentParser
+    from probemon.ops.vllm.internals import serve_command
 
-    parser, command = FlexibleArgumentParser(prog="vllm"), ServeSubcommand()
-    command.subparser_init(parser.add_subparsers(dest="subparser"))
-    cli_env_setup()
+    parser, command, set_up = serve_command()
+    set_up()
     try:
         parsed = parser.parse_args(["serve", *arguments])
     except SystemExit as ended:

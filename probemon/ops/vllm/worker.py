@@ -16,38 +16,30 @@ from typing import Any
 import torch
 import vllm
 from torch import Tensor
-from vllm.model_executor.models.interfaces import supports_eagle3
-from vllm.platforms import current_platform
-from vllm.sampling_params import SamplingParams
-from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
-from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 
 from probemon.core.scores import ModelState
 from probemon.errors import Blind, ConfigError
 from probemon.host.compatibility import check_host
 from probemon.manager import DynamicProbeManager
+from probemon.ops.vllm import internals
 from probemon.ops.vllm.channel import Channel
 from probemon.ops.vllm.engine_canary import TOLERANCES, canary_ids, judge, judge_alone, reference_states
 from probemon.ops.vllm.engine_watch import EngineWatch
 from probemon.ops.vllm.layer_states import HOOKS, LayerStates
 from probemon.ops.vllm.messages import CHANNEL_VARIABLE, Hello, WorkerSettings
 from probemon.ops.vllm.refusals import check_engine
-from probemon.ops.vllm.rows import StepRows, rows_of_v1, rows_of_v2
+from probemon.ops.vllm.rows import StepRows
 from probemon.ops.vllm.step_stops import STOPS
 from probemon.ops.vllm.watched import open_manager
 from probemon.util.host_memory import host_memory
 
-if current_platform.is_cpu():
-    from vllm.v1.worker.cpu_worker import CPUWorker as Worker
-else:
-    from vllm.v1.worker.gpu_worker import Worker
-
+Worker = internals.worker_class()
 LOG = logging.getLogger("probemon")
 _CANARY = "probemon-canary"
 _OF_FREE = 0.8  # of free memory, which a copy of the weights may take
 
 
-class ProbeWorker(Worker):
+class ProbeWorker(Worker):  # type: ignore[misc,valid-type]
     """Raises `UnsupportedModel`, `ConfigError`, `ModelMismatch` and `Blind`, before the engine serves."""
 
     _watch: EngineWatch | None = None
@@ -58,7 +50,7 @@ class ProbeWorker(Worker):
         check_engine(self.vllm_config, vllm.__version__, self._settings)
         loaded = super().load_model(*args, **kwargs)
         self._states = LayerStates.put_on(
-            self.model_runner, self._settings.sites, eager=not self._compiled, auxiliary=supports_eagle3
+            self.model_runner, self._settings.sites, eager=not self._compiled, auxiliary=internals.has_auxiliary_states
         )
         self._canary, self._why = self._canary_way()
         if self._states.way == HOOKS and self._canary != "weights":
@@ -84,7 +76,7 @@ class ProbeWorker(Worker):
                 self._begin(ids, taken)
         return warmed_up
 
-    def execute_model(self, scheduler_output: SchedulerOutput) -> Any:
+    def execute_model(self, scheduler_output: Any) -> Any:
         """Run and score a step."""
         if self._watch is None:
             return super().execute_model(scheduler_output)
@@ -103,14 +95,8 @@ class ProbeWorker(Worker):
         """Sample the next tokens, and score accepted drafts."""
         output = super().sample_tokens(grammar_output)
         if self._watch is not None and self.vllm_config.speculative_config is not None:
-            if isinstance(output, AsyncModelRunnerOutput):  # of runner V2: which drafts stay is on its way from the GPU
-                output = output.get_output()
-            accepted = {}
-            if isinstance(output, ModelRunnerOutput):
-                accepted = {
-                    name: max(0, len(output.sampled_token_ids[i]) - 1) for name, i in output.req_id_to_index.items()
-                }
-            self._watch.settle(accepted)
+            output, counts = internals.sampled(output)
+            self._watch.settle({name: max(0, n - 1) for name, n in counts.items()})
         return output
 
     def shutdown(self) -> None:
@@ -131,13 +117,10 @@ class ProbeWorker(Worker):
         return not self.model_config.enforce_eager
 
     def _taken(self) -> dict[str, Tensor]:
-        return self._states.of_step(self.model_runner.execute_model_state)
+        return self._states.of_step(internals.step_state(self.model_runner))
 
-    def _rows(self, scheduled: SchedulerOutput) -> StepRows:
-        state = self.model_runner.execute_model_state
-        if hasattr(state, "input_batch"):
-            return rows_of_v2(state.input_batch, scheduled.num_scheduled_tokens)
-        return rows_of_v1(self.model_runner, scheduled.num_scheduled_tokens)
+    def _rows(self, scheduled: Any) -> StepRows:
+        return internals.step_rows(self.model_runner, scheduled.num_scheduled_tokens)
 
     def _canary_way(self) -> tuple[str, str]:
         """Return what the canary compares, and why not the weights where it could not be told. Raises `ConfigError`."""
@@ -159,28 +142,7 @@ class ProbeWorker(Worker):
         return asked, why
 
     def _run_canary(self, ids: list[int]) -> dict[str, Tensor]:
-        groups = self.model_runner.kv_cache_config.kv_cache_groups
-        first = SchedulerOutput.make_empty()
-        first.scheduled_new_reqs = [
-            NewRequestData(
-                req_id=_CANARY,
-                prompt_token_ids=ids,
-                mm_features=[],
-                sampling_params=SamplingParams(temperature=0.0, max_tokens=1),
-                pooling_params=None,
-                block_ids=tuple(
-                    list(range(1, 1 + -(-(len(ids) + 1) // group.kv_cache_spec.block_size))) for group in groups
-                ),
-                num_computed_tokens=0,
-                lora_request=None,
-                prefill_token_ids=ids,
-            )
-        ]
-        first.num_scheduled_tokens = {_CANARY: len(ids)}
-        first.total_num_scheduled_tokens = len(ids)
-        first.num_common_prefix_blocks = [0] * len(groups)
-        last = SchedulerOutput.make_empty()
-        last.finished_req_ids = {_CANARY}
+        first, last = internals.one_request(self.model_runner, _CANARY, ids)
         super().execute_model(first)
         try:
             rows, taken = self._rows(first), self._taken()
@@ -218,7 +180,7 @@ class ProbeWorker(Worker):
                 pid=os.getpid(),
                 vllm=vllm.__version__,
                 way=self._states.way,
-                runner="v1" if hasattr(self.model_runner, "query_start_loc") else "v2",
+                runner=internals.runner_name(self.model_runner),
                 compiled=self._compiled,
                 pack=manager.pack.name,
                 n_probes=manager.pack.n_probes,

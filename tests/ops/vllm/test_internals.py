@@ -1,0 +1,71 @@
+"""Each name that probemon reads inside vLLM exists; a failure names what a version moved. Needs vLLM's environment."""
+
+import inspect
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from vllm.config import VllmConfig
+from vllm.sampling_params import SamplingParams
+from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
+from vllm.v1.worker.gpu.input_batch import InputBatch
+from vllm.v1.worker.gpu.sample.logits_processor import LogitsContext
+from vllm.v1.worker.gpu.sample.logits_processor import LogitsProcessor as ProcessorOfV2
+
+from probemon.ops.vllm import internals
+from probemon.ops.vllm.installed import expected_runner
+from probemon.ops.vllm.stop import StopRows
+
+
+def test_worker_has_what_the_subclass_overrides_and_reads():
+    worker = internals.worker_class()
+    for name in ("load_model", "compile_or_warm_up_model", "execute_model", "sample_tokens", "shutdown"):
+        assert callable(getattr(worker, name)), name
+    assert {"grammar_output"} <= set(inspect.signature(worker.sample_tokens).parameters)
+
+
+def test_both_runners_keep_the_state_of_a_step():
+    from vllm.v1.worker.gpu.model_runner import ExecuteModelState as OfV2
+    from vllm.v1.worker.gpu_model_runner import ExecuteModelState as OfV1
+
+    assert "aux_hidden_states" in OfV1._fields and {"aux_hidden_states", "input_batch"} <= set(OfV2._fields)
+    assert {"req_ids", "num_reqs", "query_start_loc_np", "input_ids", "positions"} <= set(InputBatch.__annotations__)
+
+
+def test_a_request_of_ones_own_and_its_end():
+    class Runner:
+        class kv_cache_config:
+            class Group:
+                class kv_cache_spec:
+                    block_size = 4
+
+            kv_cache_groups = (Group,)
+
+    first, last = internals.one_request(Runner, "canary", list(range(9)))
+    [new] = first.scheduled_new_reqs
+    assert (new.prompt_token_ids, new.block_ids) == (list(range(9)), ([1, 2, 3],))
+    assert first.num_scheduled_tokens == {"canary": 9} and last.finished_req_ids == {"canary"}
+
+
+def test_what_was_sampled_is_read_from_outputs_of_both_runners():
+    output = ModelRunnerOutput(req_ids=["a", "b"], req_id_to_index={"a": 0, "b": 1}, sampled_token_ids=[[5], [6, 7]])
+
+    class Later(AsyncModelRunnerOutput):
+        def get_output(self):
+            return output
+
+    assert internals.sampled(output) == internals.sampled(Later()) == (output, {"a": 1, "b": 2})
+
+
+def test_one_class_is_a_processor_of_both_runners():
+    assert issubclass(StopRows, ProcessorOfV2) and not inspect.isabstract(StopRows)
+    assert "idx_mapping_np" in LogitsContext.__annotations__
+    assert hasattr(SamplingParams(), "eos_token_id")
+
+
+def test_command_line_and_choice_of_a_runner():
+    _, command, set_up = internals.serve_command()
+    assert callable(command.cmd) and callable(set_up)
+    assert expected_runner()[0] in ("v1", "v2")
+    assert "use_v2_model_runner" in dir(VllmConfig)

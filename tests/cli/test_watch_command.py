@@ -314,12 +314,14 @@ def test_demo_shows_the_library_where_running_scores_rise_and_nouns_at_ends_of_w
         running = result.aggregate(pack.find(f"concepts:{concept['id']}"), aggregator)
         is_over = running.values > score_of_strength(threshold, over[concept["id"]])
         rises = np.flatnonzero(is_over & ~np.concatenate([[False], is_over[:-1]]))
+        if concept["id"] == "english":  # most ordinary texts have it
+            continue
         for at in rises[np.diff(rises, prepend=-99) >= 16].tolist():
             expected.setdefault(int(running.positions[at]), set()).add(concept["name"].split("/")[-1])
     shown = {
         int(line.split()[0]): set(line.split("from here: ")[1].split(", ")) for line in lines if "from here: " in line
     }
-    assert shown == expected and sum(map(len, shown.values())) >= 4
+    assert shown == expected and sum(map(len, shown.values())) >= 3
     roots = {concept["id"] for p, concept in enumerate(pack.concepts) if pack.tree.level[p] == 0}
     texts = [token["token"] for token in answer["per_token"]]
     n_shown = 0

@@ -323,7 +323,10 @@ class WatchAnswer:
                 " those of --concept, and what is below them."
             )
         if self.showing.brief and not self.showing.asked:
-            lines.append("Roots are not shown, and a concept only at the end of a word; all: probemon watch demo demo")
+            lines.append(
+                "Not shown: roots, what most texts are (english), and words before their end; all nouns: probemon watch"
+                " demo demo"
+            )
         if above is not None and np.isfinite(above).any():
             lines.append("Concepts that fire with less than --min-strength are not shown.")
         return lines

@@ -114,7 +114,7 @@ class Showing:
 
     - `above [P]`: scores over which concepts are shown at a token, inf for never; None for all that fire
     - `running`: concepts that are shown where their running score rises, not at single tokens
-    - `brief`: a concept is shown at the last token of a word, its path without the root
+    - `brief`: a concept is shown at the last token of a word, its path without the root; not what most texts have
     - `asked`: whether concepts were named
     """
 
@@ -131,6 +131,8 @@ class Showing:
         hidden = [rule.probe for rule in running]
         if brief and not concepts:
             hidden += [probe for probe in range(pack.n_probes) if pack.tree.level[probe] == 0]
+            common = _common(pack)
+            running = [rule for rule in running if rule.probe not in common]
         if hidden:
             above = np.full(pack.n_probes, -math.inf) if above is None else above
             above[hidden] = math.inf
@@ -155,6 +157,21 @@ def running_rules(pack: AnyPack, min_strength: float | None = None) -> list[Stop
             if 0 < threshold < 1:
                 rules.append(StopRule(probe, score_of_strength(threshold, over) if over else threshold, aggregator))
     return rules
+
+
+def _common(pack: AnyPack) -> set[int]:
+    """Return the library's concepts that most ordinary texts have, such as english."""
+    found = set()
+    for member, numbers in members_of(pack):
+        quality = member.manifest.get("quality") or {}
+        if "library" in quality:
+            of, n_texts = quality["concepts"], quality["ordinary"]["texts"]
+            without = [
+                of[concept["id"]]["alert_of_texts"]["n"] if concept["id"] in of else n_texts
+                for concept in member.concepts
+            ]
+            found |= {int(numbers[p]) for p, n in enumerate(without) if 2 * n < n_texts}
+    return found
 
 
 def members_of(pack: AnyPack) -> list[tuple[Any, Any]]:

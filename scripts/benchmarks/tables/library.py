@@ -10,7 +10,10 @@ CLAIMS = {
     "cpu_minutes": ("CPU minutes to fit all concepts to the demo model", "at most {:.0f}"),
     "ships": ("concepts that hold on it, of 98", "at least {:.0f}"),
     "near_on_tests": ("of these that tell their tests from near cases, AUROC .60", "at least {:.0f}"),
-    "over_words": ("of these better than words by more than the interval, on near cases or one sentence in a long text", "at least {:.0f}"),
+    "over_words": (
+        "of these better than words by more than the interval, on near cases or one sentence in a long text",
+        "at least {:.0f}",
+    ),
     "alarms_as_stated": (
         "share of cells of concept and real kind of text with alarms as the card states",
         "at least {}",

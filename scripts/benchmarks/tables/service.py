@@ -68,7 +68,7 @@ _VLLM = {
     "ended_at_stop_strings": "answers that ended at a stop string, among those compared",
     "held_exact": "held answers show what was scored, and nothing from the token on that met the rule",
     "served_exact": "replies of this page's server, of each kind, have all their scores",
-    "compiled_checked": "compiled, as vLLM is by default",
+    "compiled_checked": "compiled, as vLLM is by default, on runner V1",
     "overhead_pct": "what scoring adds to a step of 8 rows, %",
     "canary_refused": "engines broken on purpose that did not start",
     "drafts_exact": "drafts by n-grams, some of them accepted: every token has the scores of its own forward",
@@ -83,7 +83,7 @@ _RUNS = {
     "preemption": "the same with few blocks",
     "bf16": "eager, bf16",
     "sampled": "eager, sampled at temperature 0.8 with seeds",
-    "compiled": "compiled",
+    "compiled": "compiled, runner V1",
     "tensor_parallel": "eager, two ranks",
 }
 
@@ -113,7 +113,8 @@ def vllm_runs(found: dict[str, Any]) -> list[str]:
         "|---|---|---|---|---|---|---|---|",
     ]
     for name, words in _RUNS.items():
-        for i, turn in enumerate(found["parts"]["v2"].get(name, {}).get("turns", ())):
+        part = found["parts"]["v2"].get(name) or found["parts"]["v1"].get(name, {})
+        for i, turn in enumerate(part.get("turns", ())):
             asked = turn.get("asked", "again" * i)
             lines.append(
                 f"| {words}{f', {asked}' * bool(asked)} | {turn['tokens']:,} | {turn['cached']:,} | {turn['missing']} |"

@@ -18,7 +18,7 @@ CLAIMS = {
         "share of cells of concept and real kind of text with alarms as the card states",
         "at least {}",
     ),
-    "precision": ("what `watch demo` shows: right, of 200 that a reader judged", "at least {}"),
+    "precision": ("what `watch demo` shows: right, of what readers judged", "at least {}"),
     "untold": ("of these told by no word of the sentence", "at least {}"),
     "topic_by_sentence": ("sentences of news at which their topic is shown", "at least {}"),
 }

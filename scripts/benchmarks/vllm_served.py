@@ -257,7 +257,7 @@ def server(folder: Path) -> Any:
     """
     port = 8917
     command = [sys.executable, "-m", "probemon", "vllm", "serve", "demo", "--deployment", str(SHOWN), "--port"]
-    command += [str(port), "--no-token", "--", "--max-model-len", "4096"]
+    command += [str(port), "--no-token", "--", "--max-model-len", "4096", "--enforce-eager"]
     address = f"http://127.0.0.1:{port}"
     with (folder / "server.log").open("w") as log:
         own = {name: value for name, value in os.environ.items() if name != "VLLM_ENABLE_V1_MULTIPROCESSING"}

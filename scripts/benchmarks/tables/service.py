@@ -84,7 +84,7 @@ _RUNS = {
     "bf16": "eager, bf16",
     "sampled": "eager, sampled at temperature 0.8 with seeds",
     "compiled": "compiled, runner V1",
-    "tensor_parallel": "eager, two ranks",
+    "tensor_parallel": "eager, two ranks, runner V1",
 }
 
 
@@ -127,7 +127,7 @@ def vllm_runs(found: dict[str, Any]) -> list[str]:
 
 def vllm_soak(found: dict[str, Any]) -> list[str]:
     """What the soak did, in a sentence."""
-    parts = found["parts"]["v2"]
+    parts = found["parts"]["v1"]
     part = parts["soak"]
     counts, grown, alone = part["counts"], part["grown_mb"], parts.get("plain_soak")
     beside = ""

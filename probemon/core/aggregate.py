@@ -155,12 +155,17 @@ class RollingMax(_Rolling):
 class RollingLogit(_Rolling):
     """Sigmoid of the mean log odds of the newest n tokens: for linear probes, the score of their mean state.
 
-    0 before half the window is filled, since a few tokens say little. State: log odds [K], oldest first.
+    0 before half the window is filled (`least` tokens), since a few say little. State: log odds [K], oldest first.
     """
+
+    @property
+    def least(self) -> int:
+        """Number of tokens from which it is a score."""
+        return -(-self.n // 2)
 
     def _step(self, state: State, x: Doubles) -> tuple[State, Doubles]:
         window = (*state, log_odds(x))[-self.n :]
-        if 2 * len(window) < self.n:
+        if len(window) < self.least:
             return window, np.zeros_like(x)
         return window, 1 / (1 + np.exp(-reduce(np.add, window) / len(window)))
 

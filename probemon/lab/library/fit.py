@@ -18,6 +18,7 @@ import numpy as np
 
 from probemon.core.aggregate import Max
 from probemon.core.hierarchy import Mask
+from probemon.core.score_counts import log_odds
 from probemon.errors import ConfigError, TrainingError
 from probemon.host.loading import load_model
 from probemon.lab.library.library import Library, LibraryConcept
@@ -35,7 +36,6 @@ WORKS, WARNED, MISSING = "works", "warned", "missing"
 N_ORDINARY, CARRIED, PAIRS = 560, 1_000, 40  # texts; pairs of an author and concept
 SHOWN_WRONGLY = 0.02  # of ordinary texts, by any concept
 _MORE = 4  # texts
-_LEAST = 1e-7  # score
 YOURS = "yours"  # the author of added rows
 _ROLES = ("user", "assistant")
 
@@ -249,17 +249,11 @@ def shown_over(
         n_with, n_without = (int((known == side).sum()) for side in (1, 0))
         rarity[p] = float(np.log((n_with + n_without + 2 * _MORE) / (n_with + _MORE)))
         if 0 < threshold < 1:
-            strength = _log_odds(scores) - _log_odds(np.asarray(threshold)) - rarity[p]
+            strength = log_odds(scores) - log_odds(threshold) - rarity[p]
             most = np.fmax(most, np.where(data.judged[:, p] == 0, strength, -np.inf))
     judged = most[ordinary & ~np.isneginf(most)]
     limit = float(np.quantile(judged, 1 - rate, method="higher")) if len(judged) else -np.inf
     return {data.concepts[p].id: round(max(0.0, limit + rarity[p]), 3) for p in places}
-
-
-def _log_odds(scores: np.ndarray) -> np.ndarray:
-    inside = np.clip(scores, _LEAST, 1 - _LEAST)
-    odds: np.ndarray = np.log(inside) - np.log1p(-inside)
-    return odds
 
 
 def _of_added(measurement: TrainingMeasurement, p: int) -> dict[str, Any] | None:

@@ -75,8 +75,8 @@ def shown_in(text: str, pack: ProbePack, model: Any, tokenizer: Any, *, prompt: 
 
 
 def _begins(aggregator: Aggregator) -> int:
-    """Return the number of tokens from which a running score says something."""
-    return -(-aggregator.n // 2) if isinstance(aggregator, RollingLogit) else 1
+    """Return the number of tokens from which there is a running score."""
+    return aggregator.least if isinstance(aggregator, RollingLogit) else 1
 
 
 def _rendered(text: str, prompt: str, tokenizer: Any) -> Text:

@@ -196,7 +196,7 @@ class TrainingMeasurement:
         for name, aggregator in watched.items():
             highest[name] = scored.highest(aggregator, n_texts)
             if isinstance(aggregator, RollingLogit):
-                too_short[name] = 2 * lengths < aggregator.n
+                too_short[name] = lengths < aggregator.least
             if elsewhere is not None:
                 highest[name] = np.where(
                     (data.fold == OUTSIDE)[:, None], elsewhere.highest(aggregator, n_texts), highest[name]

@@ -25,6 +25,11 @@ ApiKey = Annotated[
 ApiKeyFile = Annotated[Path | None, typer.Option(metavar="FILE", help="A file that holds the key, and no more.")]
 
 
+def drawn_key() -> str:
+    """Return a new key."""
+    return secrets.token_urlsafe(_BYTES)
+
+
 def api_key_of(key: str, file: Path | None, *, no_token: bool) -> tuple[str | None, bool]:
     """Return the key, None without one, and whether it was drawn. Raises `ConfigError` for a key that is no key."""
     options = {"--api-key": bool(key), "--api-key-file": file is not None, "--no-token": no_token}
@@ -39,7 +44,7 @@ def api_key_of(key: str, file: Path | None, *, no_token: bool) -> tuple[str | No
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"{file} cannot be read as a key ({error}): give a file of text") from error
     elif not key:
-        return secrets.token_urlsafe(_BYTES), True
+        return drawn_key(), True
     if len(key) < _LEAST or not key.isascii() or not key.isprintable() or " " in key:
         raise ConfigError(
             f"the API key has {len(key)} characters, or some that a header cannot hold: give {_LEAST} or more, letters,"

@@ -6,7 +6,6 @@ probemon serve MODEL PACK --port 0 --no-token
 
 from __future__ import annotations
 
-import secrets
 from functools import partial
 from typing import TYPE_CHECKING, Annotated
 
@@ -16,13 +15,12 @@ from probemon.cli import options as opt
 from probemon.cli.common import load_aloud, make_manager, pack_for, use_threads
 from probemon.cli.terminal import say
 from probemon.errors import ConfigError, ProbemonError
+from probemon.ops.cli.api_keys import drawn_key
 from probemon.ops.cli.deployments import open_deployment
 from probemon.util.counted import counted
 
 if TYPE_CHECKING:
     from probemon.ops.server.served import Served
-
-_TOKEN_BYTES = 32
 
 Host = Annotated[str, typer.Option(help="Address to listen at; others than those of this machine need --allow-remote.")]
 Port = Annotated[int, typer.Option(help="Port to listen at; 0: any that is free.")]
@@ -104,7 +102,7 @@ def serve(
             opened, device=device, **({} if checked_deployment is None else checked_deployment.settings)
         )
         check_readable(manager.pack, unwrap(loaded), strict=strict)
-        token = None if no_token else secrets.token_urlsafe(_TOKEN_BYTES)
+        token = None if no_token else drawn_key()
         served = Served(served_name(model), loaded, tokenizer, manager, limits, checked_deployment)
         app = make_app(served, limits, token=token, hosts=names)
         address = address_of(sock) + ("" if token is None else f"#token={token}")

@@ -37,7 +37,7 @@ Stops = Annotated[
     typer.Option(
         metavar="WAY",
         help="Rules that stop: in_step ends a sequence with the token that met the rule; abort aborts it, some tokens"
-        " later, also with speculation and tensor parallel; told only reports.",
+        " later, also with speculation; told only reports.",
     ),
 ]
 Canary = Annotated[
@@ -76,7 +76,7 @@ def serve(
 ) -> None:
     """Serve MODEL by vLLM, watched: OpenAI's API, and below /probemon/ scores, events, metrics and health.
 
-    What is watched stands in a deployment file, or is given as packs.
+    Give a deployment file, or packs.
     """
     from probemon.ops.server.server import all_names, check_extra, is_loopback
     from probemon.ops.vllm.installed import check_vllm
@@ -133,9 +133,11 @@ def check(
 ) -> None:
     """Check that FILE, or packs, can be watched inside the vLLM that is installed here, without starting it."""
     from probemon.ops.vllm.client import VllmClient
-    from probemon.ops.vllm.installed import check_vllm, expected_runner
+    from probemon.ops.vllm.installed import check_vllm
 
     version = check_vllm()
+    from probemon.ops.vllm.internals import expected_runner
+
     runner, why = expected_runner()
     with VllmClient(_deployment_of(deployment, pack), packs=pack or (), stops=stops) as client:
         summary = {

@@ -13,11 +13,29 @@ import torch
 from torch import Tensor
 
 from probemon.core.probes import parse_site
-from probemon.errors import Blind
+from probemon.errors import Blind, ConfigError
 from probemon.host.model import find_layers
 
 N_TOKENS = 24
+_OF_FREE = 0.8  # of free memory, which a copy of the weights may take
 TOLERANCES = {torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.1}  # mean relative distances
+
+
+def canary_way(asked: str, n_bytes: int, free: int, quantization: str | None) -> tuple[str, str]:
+    """Return the comparison, "weights", "layers" or "off", and why "auto" does not compare weights.
+
+    `n_bytes`: of the weights; `free`: bytes of memory. Raises `ConfigError` for weights that do not fit.
+    """
+    why = ""
+    if n_bytes > _OF_FREE * free:
+        why = f"transformers' copy of the weights takes {n_bytes / 1e9:.1f} GB of {free / 1e9:.1f} free"
+        if asked == "weights":
+            raise ConfigError(f"{why}: compare the layers alone (canary='layers', --canary layers)")
+    elif quantization:
+        why = f"the weights are quantised ({quantization}), which transformers may not load"
+    if asked == "auto":
+        return ("layers", why) if why else ("weights", "")
+    return asked, ""
 
 
 def canary_ids(n_vocabulary: int) -> list[int]:

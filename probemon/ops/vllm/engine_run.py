@@ -55,7 +55,7 @@ class EngineRecording(NamedTuple):
 
 
 class EngineWatch(NamedTuple):
-    """What a worker watches, as followers know it."""
+    """The deployment that a worker watches, as followers know it."""
 
     deployment: str
     degradation: int = 0

@@ -1,6 +1,7 @@
-"""What probemon reads of vLLM beyond what vLLM documents, one function each: all that a new version may move.
+"""Undocumented features of vLLM, one function each; the bases of its logits processors are in `stop`.
 
-Needs vLLM. After an upgrade run `tests/ops/vllm/test_internals.py` in vLLM's environment first.
+`rows` and `layer_states` read fields of what these functions return. Needs vLLM. After an upgrade run
+`tests/ops/vllm/test_internals.py` in vLLM's environment first.
 """
 
 from __future__ import annotations
@@ -9,15 +10,17 @@ import importlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from vllm import envs
 from vllm.model_executor.models.interfaces import supports_eagle3
 from vllm.platforms import current_platform
 from vllm.sampling_params import SamplingParams
+from vllm.triton_utils import HAS_TRITON
 from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
 from vllm.v1.outputs import AsyncModelRunnerOutput
 
 from probemon.ops.vllm.rows import StepRows, rows_of_v1, rows_of_v2
 
-# Where a name stands by version, the newest first.
+# Modules of a name, by version, the newest first.
 _ENV_SETUP = ("vllm.entrypoints.common.startup", "vllm.entrypoints.serve.utils.api_utils")
 
 has_auxiliary_states: Callable[[Any], bool] = supports_eagle3
@@ -32,6 +35,16 @@ def worker_class() -> Any:
     from vllm.v1.worker.gpu_worker import Worker
 
     return Worker
+
+
+def expected_runner() -> tuple[str, str]:
+    """Return which model runner an engine takes here, "v1" or "v2", and why."""
+    asked = envs.VLLM_USE_V2_MODEL_RUNNER
+    if asked is not None:
+        return "v2" if asked else "v1", "VLLM_USE_V2_MODEL_RUNNER is set"
+    if HAS_TRITON:
+        return "v2", "vLLM takes it if Triton works, except for options of the engine that only v1 has"
+    return "v1", "v2 needs Triton, which does not work here"
 
 
 def runner_name(runner: Any) -> str:

@@ -59,5 +59,6 @@ class StopRows(ProcessorOfV1, ProcessorOfV2):
         rows, STOPS.rows = STOPS.rows, []
         if rows:
             slots = range(len(logits)) if ctx is None else ctx.idx_mapping_np.tolist()
-            force_end(logits, rows, {row: self._eos.get(slots[row]) for row in rows if row < len(slots)})
+            of_requests = len(slots) == len(logits)  # else whose row it is would be a guess, which ends the engine
+            force_end(logits, rows, {row: self._eos.get(slots[row]) for row in rows} if of_requests else {})
         return logits

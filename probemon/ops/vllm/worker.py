@@ -23,7 +23,7 @@ from probemon.host.compatibility import check_host
 from probemon.manager import DynamicProbeManager
 from probemon.ops.vllm import internals
 from probemon.ops.vllm.channel import Channel
-from probemon.ops.vllm.engine_canary import TOLERANCES, canary_ids, judge, judge_alone, reference_states
+from probemon.ops.vllm.engine_canary import TOLERANCES, canary_ids, canary_way, judge, judge_alone, reference_states
 from probemon.ops.vllm.engine_watch import EngineWatch
 from probemon.ops.vllm.layer_states import HOOKS, LayerStates
 from probemon.ops.vllm.messages import CHANNEL_VARIABLE, Hello, WorkerSettings
@@ -36,7 +36,6 @@ from probemon.util.host_memory import host_memory
 Worker = internals.worker_class()
 LOG = logging.getLogger("probemon")
 _CANARY = "probemon-canary"
-_OF_FREE = 0.8  # of free memory, which a copy of the weights may take
 
 
 class ProbeWorker(Worker):  # type: ignore[misc,valid-type]
@@ -52,12 +51,6 @@ class ProbeWorker(Worker):  # type: ignore[misc,valid-type]
         self._states = LayerStates.put_on(
             self.model_runner, self._settings.sites, eager=not self._compiled, auxiliary=internals.has_auxiliary_states
         )
-        self._canary, self._why = self._canary_way()
-        if self._states.way == HOOKS and self._canary != "weights":
-            raise ConfigError(
-                "states that hooks read are to be compared with those of transformers (canary='weights')"
-                + f", and {self._why}" * bool(self._why)
-            )
         return loaded
 
     def compile_or_warm_up_model(self) -> Any:
@@ -68,6 +61,7 @@ class ProbeWorker(Worker):  # type: ignore[misc,valid-type]
                 ' logits_processors=["probemon.ops.vllm.stop:StopRows"]'
             )
         warmed_up = super().compile_or_warm_up_model()
+        self._canary, self._why = self._canary_way()  # the engine has all its memory by now
         devices = [] if self.device.type == "cpu" else [self.device]
         with torch.random.fork_rng(devices):  # keeps later samples unchanged
             ids = canary_ids(self.model_config.get_vocab_size())
@@ -123,23 +117,21 @@ class ProbeWorker(Worker):  # type: ignore[misc,valid-type]
         return internals.step_rows(self.model_runner, scheduled.num_scheduled_tokens)
 
     def _canary_way(self) -> tuple[str, str]:
-        """Return what the canary compares, and why not the weights where it could not be told. Raises `ConfigError`."""
-        asked, why = self._settings.canary, ""
-        if asked in ("auto", "weights"):
-            config = self.model_config
-            n_bytes = sum(one.numel() for one in self.model_runner.get_model().parameters()) * config.dtype.itemsize
-            n_bytes *= self.parallel_config.tensor_parallel_size
-            used, total = host_memory()
-            free = total - used
-            if config.quantization:
-                why = f"the weights are quantised ({config.quantization}), which transformers may not load"
-            elif n_bytes > _OF_FREE * free:
-                why = f"transformers' copy of the weights takes {n_bytes / 1e9:.1f} GB of {free / 1e9:.1f} free"
-        if asked == "weights" and why:
-            raise ConfigError(f"{why}: compare the layers alone (canary='layers', --canary layers)")
-        if asked == "auto":
-            return ("layers", why) if why else ("weights", "")
-        return asked, why
+        """Return the comparison and its reason (`canary_way`). Raises `ConfigError`."""
+        n_bytes = sum(one.nbytes for one in self.model_runner.get_model().parameters())
+        used, total = host_memory()
+        canary, why = canary_way(
+            self._settings.canary,
+            n_bytes * self.parallel_config.tensor_parallel_size,
+            total - used,
+            self.model_config.quantization,
+        )
+        if self._states.way == HOOKS and canary != "weights":
+            raise ConfigError(
+                "states that hooks read are to be compared with those of transformers (canary='weights')"
+                + f", and {why}" * bool(why)
+            )
+        return canary, why
 
     def _run_canary(self, ids: list[int]) -> dict[str, Tensor]:
         first, last = internals.one_request(self.model_runner, _CANARY, ids)

@@ -1,8 +1,11 @@
 """Each name that probemon reads inside vLLM exists; a failure names what a version moved. Needs vLLM's environment."""
 
 import inspect
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
+import torch
 
 pytest.importorskip("vllm")
 
@@ -13,8 +16,9 @@ from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.sample.logits_processor import LogitsContext
 from vllm.v1.worker.gpu.sample.logits_processor import LogitsProcessor as ProcessorOfV2
 
+from probemon.errors import ConfigError
 from probemon.ops.vllm import internals
-from probemon.ops.vllm.installed import expected_runner
+from probemon.ops.vllm.step_stops import STOPS
 from probemon.ops.vllm.stop import StopRows
 
 
@@ -64,8 +68,21 @@ def test_one_class_is_a_processor_of_both_runners():
     assert hasattr(SamplingParams(), "eos_token_id")
 
 
+def test_rows_of_v2_end_by_the_slots_of_their_requests():
+    stop = StopRows(SimpleNamespace(speculative_config=None), None)
+    for slot, eos in ((7, 1), (4, 2)):
+        assert stop.add_request(slot, SimpleNamespace(eos_token_id=eos))
+    context = SimpleNamespace(idx_mapping_np=np.array([4, 7]))
+    STOPS.rows = [1]
+    logits = stop.apply(torch.zeros(2, 3), context)
+    assert logits.argmax(dim=1).tolist() == [0, 1] and logits[0].tolist() == [0, 0, 0]
+    STOPS.rows = [0]
+    with pytest.raises(ConfigError, match="a stop could not be made"):  # rows of drafts, not of requests
+        stop.apply(torch.zeros(3, 3), context)
+
+
 def test_command_line_and_choice_of_a_runner():
     _, command, set_up = internals.serve_command()
     assert callable(command.cmd) and callable(set_up)
-    assert expected_runner()[0] in ("v1", "v2")
+    assert internals.expected_runner()[0] in ("v1", "v2")
     assert "use_v2_model_runner" in dir(VllmConfig)

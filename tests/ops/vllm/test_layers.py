@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from conftest import make_model
-from probemon.errors import AlignmentError, Blind, UnsupportedModel
-from probemon.ops.vllm.engine_canary import canary_ids, judge, judge_alone, reference_states
+from probemon.errors import AlignmentError, Blind, ConfigError, UnsupportedModel
+from probemon.ops.vllm.engine_canary import canary_ids, canary_way, judge, judge_alone, reference_states
 from probemon.ops.vllm.layer_states import AUXILIARY, HOOKS, LayerStates
 
 SITES = ("resid_post.2", "resid_post.0")  # not ascending: the order is the packs'
@@ -142,3 +142,17 @@ def test_nan_constant_or_repeated_states_are_detected_without_a_reference(refere
     with pytest.raises(Blind):
         judge_alone(taken)
     judge_alone({"resid_post.0": states[0], "resid_post.1": states[1]})
+
+
+def test_weights_are_compared_if_a_copy_fits_and_auto_gives_way():
+    fits, too_large = (7, 10), (9, 10)  # bytes of weights, and free
+    assert canary_way("auto", *fits, None) == canary_way("weights", *fits, None) == ("weights", "")
+    assert canary_way("weights", *fits, "gptq") == ("weights", "")
+    way, why = canary_way("auto", *fits, "fp8")
+    assert way == "layers" and "quantised (fp8)" in why
+    way, why = canary_way("auto", *too_large, None)
+    assert way == "layers" and "transformers' copy of the weights takes" in why
+    with pytest.raises(ConfigError, match="compare the layers alone"):
+        canary_way("weights", *too_large, None)
+    for asked in ("layers", "off"):
+        assert canary_way(asked, *too_large, "fp8") == (asked, "")

@@ -7,5 +7,5 @@ cd "$(dirname "$0")/.."
 bash scripts/vllm_env.sh
 export PYTHONPATH="$PWD:$PWD/scripts/benchmarks" HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1
 python=${VLLM_ENV:-.venv-vllm}/bin/python
-"$python" -m pytest -q -p no:cacheprovider --noconftest -c /dev/null tests/ops/vllm/test_internals.py
+"$python" -m pytest -q -p no:cacheprovider --noconftest -c /dev/null tests/ops/vllm/test_engine_internals.py
 exec "$python" scripts/benchmarks/vllm_check.py --folder build/vllm --json docs/benchmarks/vllm.json "$@"

@@ -1,7 +1,7 @@
 """Undocumented features of vLLM, one function each; the bases of its logits processors are in `stop`.
 
 `rows` and `layer_states` read fields of what these functions return. Needs vLLM. After an upgrade run
-`tests/ops/vllm/test_internals.py` in vLLM's environment first.
+`tests/ops/vllm/test_engine_internals.py` in vLLM's environment first.
 """
 
 from __future__ import annotations

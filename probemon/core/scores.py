@@ -18,7 +18,7 @@ Floats = npt.NDArray[np.float32]
 # one per state
 COUNTS = ("active", "dropped", "not_reached", "evaluated", "released", "late", "excluded", "shed")
 AUDITED = ("audited", "top_missed", "firing", "firing_missed")  # 0 if not audited
-_EACH = (*COUNTS, *AUDITED, "far")
+_EACH = (*COUNTS, *AUDITED, "far", "from_cache")
 UNLIKE, FEWEST = 0.05, 3  # share, number of far tokens
 
 
@@ -32,6 +32,7 @@ class Coverage:
     - `audited`: 1 if every probe was evaluated; `firing` of them fire, `firing_missed` of those were not active, nor
       `top_missed` of the best 10 (`probemon.engine.audit`).
     - `far`: 1 if unlike the calibration states; 0 if these are unknown.
+    - `from_cache`: 1 if the scores are those of the forward that filled an engine's prefix cache.
     - `unseen`: why a state has no scores, else "".
     """
 
@@ -50,6 +51,7 @@ class Coverage:
     firing: npt.NDArray[np.int64]
     firing_missed: npt.NDArray[np.int64]
     far: npt.NDArray[np.int64]
+    from_cache: npt.NDArray[np.int64]
 
     @property
     def seen(self) -> npt.NDArray[np.bool_]:

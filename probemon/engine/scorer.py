@@ -346,6 +346,7 @@ class Scorer:
             shed=shed,
             unseen=unseen,
             far=is_far,
+            from_cache=none,
             **(audited or dict.fromkeys(AUDITED, none)),
         )
         scores = Scores(

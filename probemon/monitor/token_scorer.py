@@ -28,6 +28,7 @@ from probemon.tracking.decoder_hooks import Report
 from probemon.tracking.generation import Generation, States
 from probemon.tracking.recording import Recording
 
+KNOWN = "its scores are those of an earlier forward, whose hidden states are not kept"
 Publish = Callable[[Batch, Scores], None]
 
 
@@ -62,9 +63,9 @@ class TokenScorer:
         return self.score_together([(generation, recording, placed, states)])
 
     def score_together(
-        self, parts: Sequence[tuple[Generation | None, Recording, PlacedTokens, States | str]]
+        self, parts: Sequence[tuple[Generation | None, Recording, PlacedTokens, States | Scores | str]]
     ) -> Report | None:
-        """Do the same for several recordings in one engine step, all of one phase."""
+        """Do the same for several recordings in one engine step, all of one phase. Known `Scores` are published."""
         watch = self._watches.now  # once, so that rules and scores match
         batches: list[Batch] = []
         site_states: list[States] = []
@@ -76,6 +77,10 @@ class TokenScorer:
             if generation is not None and generation.origin is not None and placed.phase != PROMPT:
                 origin = generation.origin[placed.rows]
             batch = Batch(watch, generation, recording, placed, origin)
+            if isinstance(states, Scores):
+                self._followers.states(batch, KNOWN)
+                self._publish_known(batch, states)
+                continue
             self._followers.states(batch, states)
             unseen = (
                 states
@@ -182,8 +187,11 @@ class TokenScorer:
             self._publish(batch, one.scores)
 
     def _publish_unseen(self, batch: Batch, reason: str) -> None:
+        self._publish_known(batch, Scores.nothing(len(batch.placed), self._n_probes, reason, self._top_k))
+
+    def _publish_known(self, batch: Batch, scores: Scores) -> None:
         batch.recording.retain(batch.placed.rows, batch.recording.retained_of(batch.origin))
-        self._publish(batch, Scores.nothing(len(batch.placed), self._n_probes, reason, self._top_k))
+        self._publish(batch, scores)
 
     def _failed(self, batches: Sequence[Batch], circuit: Circuit, error: Exception) -> None:
         self._followers.failures.add("scoring", error)

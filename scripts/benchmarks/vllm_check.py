@@ -88,7 +88,11 @@ def claims_of(found: dict[str, Any]) -> dict[str, Any]:
         counts = found.get("soak", {}).get("counts", {"missing": 0, "wrong": 0})
         claims["tokens_wrong"] = {"value": sum(turn["wrong"] for turn in turns) + counts["wrong"], "bar": "0"}
         claims["tokens_missing"] = {"value": sum(turn["missing"] for turn in turns) + counts["missing"], "bar": "0"}
-        claims["cached_unseen_exact"] = {"value": int(all(turn["cached_exact"] for turn in turns)), "bar": "1"}
+        claims["cached_counts_exact"] = {"value": int(all(turn["cached_exact"] for turn in turns)), "bar": "1"}
+        apart = max(turn["cached_score_max_difference"] for turn in turns)
+        n_cached = sum(turn["cached"] for turn in turns)
+        shown = n_cached == sum(turn["cached_shown"] for turn in turns) > 0
+        claims["cached_scores_exact"] = {"value": int(shown and apart == 0.0), "of": n_cached, "bar": "1"}
         claims["state_rel_l2_max"] = {"value": max(turn["state_rel_l2_max"] for turn in turns), "bar": "<= 1e-4"}
     if "bf16" in found:
         claims["fired_agreement"] = {"value": found["bf16"]["turns"][0]["fired_agreement"], "bar": ">= 0.99"}
@@ -118,6 +122,10 @@ def claims_of(found: dict[str, Any]) -> dict[str, Any]:
         claims["served_exact"] = {"value": int(found["server"]["exact"]), "bar": "1"}
     if "stop" in found:
         claims["stop_exact"] = {"value": int(found["stop"]["exact"] and found["stop"]["n_stopped"] > 0), "bar": "1"}
+    if "tensor_parallel" in found:
+        ranks = found["tensor_parallel"]
+        exact = ranks["ran"] and ranks["stop"]["exact"] and ranks["stop"]["n_stopped"] > 0
+        claims["ranks_stop_exact"] = {"value": int(exact), "bar": "1"}
     if "compiled" in found:
         claims["compiled_checked"] = {"value": int(found["compiled"]["hello"]["compiled"]), "bar": "1"}
     if "overhead" in found:

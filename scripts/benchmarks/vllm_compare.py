@@ -39,9 +39,10 @@ def answers(outputs: list[Any]) -> list[tuple[str, list[int], int]]:
 def attribution(result: Any, outputs: list[Any]) -> dict[str, Any]:
     """Count what a result says of the tokens of some outputs."""
     reasons = list(result.coverage.unseen)
-    last, cached = reasons.count(LAST), reasons.count(CACHED)
+    last, unknown = reasons.count(LAST), reasons.count(CACHED)
+    is_cached = (result.coverage.from_cache != 0) | np.array([reason == CACHED for reason in reasons], dtype=bool)
     rows = [i for i, output in enumerate(outputs) for _ in output.outputs]
-    by_row = [sum(reasons[i] == CACHED for i in np.flatnonzero(result.row == row)) for row in range(len(rows))]
+    by_row = [int(is_cached[result.row == row].sum()) for row in range(len(rows))]
     # Of several answers to one request vLLM tells the number of one of them.
     told = [
         by_row[row] if len(outputs[i].outputs) > 1 else int(outputs[i].num_cached_tokens or 0)
@@ -51,9 +52,10 @@ def attribution(result: Any, outputs: list[Any]) -> dict[str, Any]:
         "tokens": len(result),
         "seen": int(result.coverage.seen.sum()),
         "last": last,
-        "cached": cached,
+        "cached": int(is_cached.sum()),
+        "cached_shown": int(is_cached.sum()) - unknown,
         "cached_exact": by_row == told,
-        "missing": len(result) - int(result.coverage.seen.sum()) - last - cached,
+        "missing": len(result) - int(result.coverage.seen.sum()) - last - unknown,
     }
 
 
@@ -89,13 +91,43 @@ def reference(model: Any, ids: list[int], layer: int) -> torch.Tensor:
     return taken[0].reshape(len(ids), -1).float()
 
 
+class RanBefore:
+    """The states that a worker scored, by all tokens up to theirs: what a cached token was scored by."""
+
+    def __init__(self) -> None:
+        self._states: dict[tuple[int, ...], list[np.ndarray]] = {}
+
+    def add(self, ids: list[int], own: dict[int, tuple[int, np.ndarray]]) -> None:
+        """Take the states of an answer."""
+        for column, (_, state) in own.items():
+            self._states.setdefault(tuple(ids[: column + 1]), []).append(state)
+
+    def nearest(self, manager: Any, ids: list[int], column: int, active: Any, values: Any) -> tuple[np.ndarray, float]:
+        """Return the state of a forward of this token whose scores are nearest to `values`, and how far they are."""
+        found = []
+        for state in self._states[tuple(ids[: column + 1])]:
+            scores = manager.score_all(torch.from_numpy(state[None])).numpy()[0, active]
+            found.append((float(np.abs(scores - values).max(initial=0.0)), state))
+        apart, state = min(found, key=lambda one: one[0])
+        return state, apart
+
+
 def against_transformers(
-    model: Any, manager: Any, outputs: list[Any], result: Any, kept: dict[str, dict[int, Any]], layer: int
+    model: Any,
+    manager: Any,
+    outputs: list[Any],
+    result: Any,
+    kept: dict[str, dict[int, Any]],
+    layer: int,
+    before: RanBefore,
 ) -> dict[str, Any]:
     """Compare states that the worker scored with those of a plain forward, and scores with those of `score_tokens` on
     either: the most that two differ, and of how many (token, probe) pairs the firing does. `wrong`: rows whose token is
-    not that of the output at their position.
+    not that of the output at their position. `before`: what ran so far, this run included afterwards.
     """
+    for name, ids, _ in answers(outputs):
+        before.add(ids, kept[name])
+    cached_apart = 0.0
     worst = total = n = 0.0
     own_worst = own_flips = host_worst = host_flips = far_flips = pairs = fired_either = 0
     agree = n_rows = 0
@@ -105,7 +137,15 @@ def against_transformers(
         host = reference(model, ids, layer)
         tokens = np.flatnonzero((result.row == row) & result.coverage.seen)
         columns = result.position[tokens]
-        mine = torch.from_numpy(np.stack([own[int(column)][1] for column in columns]))
+        states_of = []
+        for token, column in zip(tokens.tolist(), columns.tolist(), strict=True):
+            if result.coverage.from_cache[token]:
+                active, values = result.scores.active(token), result.scores.active_scores(token)
+                state, apart_by = before.nearest(manager, ids, column, active, values)
+                cached_apart = max(cached_apart, apart_by)
+                own[column] = (ids[column], state)
+            states_of.append(own[column][1])
+        mine = torch.from_numpy(np.stack(states_of))
         theirs = host[torch.from_numpy(columns)]
         apart = ((mine - theirs).norm(dim=1) / theirs.norm(dim=1)).numpy()
         worst, total, n = max(worst, float(apart.max())), total + float(apart.sum()), n + len(apart)
@@ -126,6 +166,7 @@ def against_transformers(
         "state_rel_l2_max": worst,
         "state_rel_l2_mean": total / max(n, 1),
         "states_compared": int(n),
+        "cached_score_max_difference": cached_apart,
         "wrong": int(n) - n_rows,
         "score_max_difference_same_states": own_worst,
         "fired_flips_same_states": own_flips,

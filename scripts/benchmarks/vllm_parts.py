@@ -34,7 +34,7 @@ from probemon.bundled import bundled_path
 from probemon.errors import AlignmentError, Blind, ProbemonError
 from probemon.ops.vllm.client import VllmClient
 from probemon.util.files import write_text_atomically
-from vllm_compare import against_transformers, attribution, kept_states, spoken
+from vllm_compare import RanBefore, against_transformers, attribution, kept_states, spoken
 from vllm_data import LENGTHS, ROOT, SHORTER, cut_host, deployment, prompts, random_host, random_pack
 
 PACK = ROOT / "probes/wordnet-smollm2-135m"
@@ -63,7 +63,6 @@ def engine(model: Path, client: VllmClient | None, **arguments: Any) -> LLM:
         "max_num_seqs": 16,
         "max_num_batched_tokens": CHUNK,
         "enforce_eager": True,
-        "async_scheduling": False,
         "disable_log_stats": False,
         "seed": 0,
         "distributed_executor_backend": "uni",
@@ -158,9 +157,10 @@ def watched_run(
         n_lost = client.receiver.n_lost
     host, manager = transformers_host(watched.host, dtype), DynamicProbeManager(str(watched.pack))
     layer = int(watched.site.rpartition(".")[2])
-    turns = []
+    turns, before = [], RanBefore()
     for words, (outputs, result, states, n_rows) in zip(rounds, outcomes, strict=True):
-        compared = against_transformers(host, manager, outputs, result, kept_states(states, watched.site), layer)
+        kept = kept_states(states, watched.site)
+        compared = against_transformers(host, manager, outputs, result, kept, layer, before)
         counts = attribution(result, outputs)
         turns.append({"asked": words, **counts, "rows": n_rows, **compared, "spoken": spoken(outputs)})
         states.unlink()
@@ -254,7 +254,12 @@ def plain_compiled(folder: Path) -> Any:
 
 def stop(folder: Path) -> Any:
     """A rule that stops ends its rows with the token that met it and the end of the sequence; others are as without."""
-    whole = bundled_path()
+    rule = {"concepts": ["animal.n.01"], "above": 0.5, "on_blind": "pass"}
+    return _stopped(folder, Watched(bundled_path(), PACK, "resid_post.15", []), rule)
+
+
+def _stopped(folder: Path, watched: Watched, rule: dict[str, Any], **arguments: Any) -> Any:
+    whole = watched.host
     tokenizer = tokenizer_of(whole)
     texts = [
         "Whales are",
@@ -268,12 +273,11 @@ def stop(folder: Path) -> Any:
     ]
     asked, eos = [tokenizer(text)["input_ids"] for text in texts], tokenizer.eos_token_id
     params = SamplingParams(temperature=0.0, max_tokens=24)
-    rule = {"concepts": ["animal.n.01"], "above": 0.5, "on_blind": "pass"}
     told = {}
     for action in ("record", "stop"):
-        file = deployment(folder / f"{action}.json", PACK, [{**rule, "action": action}])
+        file = deployment(folder / f"{action}.json", watched.pack, [{**rule, "action": action}])
         with VllmClient(file) as client:
-            llm = engine(whole, client)
+            llm = engine(whole, client, **arguments)
             outputs = ask(llm, asked, params)
             result = client.result(outputs)
             first: dict[str, int] = {}
@@ -358,7 +362,9 @@ def tensor_parallel(folder: Path) -> Any:
     """Two ranks on this CPU, or why there are none."""
     ranks = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
     try:
-        return {"ran": True, **watched_run(folder, eight_heads(folder), **ranks)}
+        host = eight_heads(folder)
+        rule = {"concepts": ["random3"], "above": 0.9, "on_blind": "pass"}
+        return {"ran": True, "stop": _stopped(folder, host, rule, **ranks), **watched_run(folder, host, **ranks)}
     except ProbemonError:
         raise
     except Exception as error:

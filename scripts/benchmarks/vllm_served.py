@@ -79,7 +79,6 @@ def _settings(folder: Path) -> dict[str, Any]:
         "num_gpu_blocks_override": 24,
         "enforce_eager": True,
         "disable_log_stats": False,
-        "async_scheduling": False,
     }
 
 

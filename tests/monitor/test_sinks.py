@@ -45,6 +45,7 @@ def make_batch(rng, n, *, generation=0, begin=0, request="", phase=GENERATED, pr
         shed=np.zeros(n, np.int64),
         unseen=tuple(unseen),
         far=far,
+        from_cache=np.zeros(n, np.int64),
         **dict.fromkeys(AUDITED, np.zeros(n, np.int64)),
     )
     scores = Scores(

@@ -49,6 +49,14 @@ Canary = Annotated[
     ),
 ]
 
+Untried = Annotated[
+    bool,
+    typer.Option(
+        "--untried-version",
+        help="Take a vLLM that was not tested. Scores are compared with those of transformers before the first answer.",
+    ),
+]
+
 
 @vllm.callback()
 def callback() -> None:
@@ -67,6 +75,7 @@ def serve(
     pack: Packs = None,
     stops: Stops = "in_step",
     canary: Canary = "auto",
+    untried_version: Untried = False,
     api_key: ApiKey = "",
     api_key_file: ApiKeyFile = None,
     no_token: NoToken = False,
@@ -90,7 +99,7 @@ def serve(
     names = all_names(host, allow_host or ())
     token, is_drawn = api_key_of(api_key, api_key_file, no_token=no_token)
     check_more(more or ())
-    check_vllm()
+    check_vllm(untried=untried_version)
     check_extra()
     from probemon.ops.server.limits import Limits
     from probemon.ops.server.served import check_serves, served_name
@@ -110,6 +119,7 @@ def serve(
         tokenizer=AutoTokenizer.from_pretrained(folder),
         stops=stops,
         canary=canary,
+        untried_version=untried_version,
         keep_requests=keep_requests,
     ) as client:
         metrics = process_metrics(checked_deployment, client.manager.pack)
@@ -121,7 +131,7 @@ def serve(
         SERVED.append(
             ServedEngine(client, metrics, token, names, served_name(model), Limits(kept_requests=keep_requests), ready)
         )
-        run_server(server_arguments(client, folder, served_name(model), host, port, token, more or ()))
+        run_server(client, server_arguments(folder, served_name(model), host, port, token, more or ()))
 
 
 @vllm.command()
@@ -129,13 +139,14 @@ def check(
     deployment: File = None,
     pack: Packs = None,
     stops: Stops = "in_step",
+    untried_version: Untried = False,
     as_json: opt.AsJson = False,
 ) -> None:
     """Check that FILE, or packs, can be watched inside the vLLM that is installed here, without starting it."""
     from probemon.ops.vllm.client import VllmClient
     from probemon.ops.vllm.installed import check_vllm
 
-    version = check_vllm()
+    version = check_vllm(untried=untried_version)
     from probemon.ops.vllm.internals import expected_runner
 
     runner, why = expected_runner()

@@ -37,20 +37,20 @@ HEADERS = {
 
 
 class Guard:
-    """`hosts`: lowercase; `token` None: not required. `stop()`: ends open streams."""
+    """`hosts`: lowercase; `token`: one or several; None or none of them: not required. `stop()`: ends open streams."""
 
     def __init__(
         self,
         app: App,
         *,
         hosts: Collection[str],
-        token: str | None,
+        token: str | Collection[str] | None,
         body_bytes: int,
         stop: Callable[[], None] = lambda: None,
     ) -> None:
         self._app, self._hosts, self._body_bytes = app, frozenset(hosts), body_bytes
         self.stop = stop
-        self._token = None if token is None else token.encode()
+        self._tokens = [one.encode() for one in ([token] if isinstance(token, str) else token or ())]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -102,10 +102,11 @@ class Guard:
         return path in _OPEN or path.startswith("/page/")
 
     def _has_token(self, headers: _Headers) -> bool:
-        if self._token is None:
+        if not self._tokens:
             return True
         kind, _, credentials = (headers.only("authorization") or "").partition(" ")
-        return hmac.compare_digest(credentials.strip().encode(), self._token) and kind.lower() == "bearer"
+        given = credentials.strip().encode()
+        return any([hmac.compare_digest(given, token) for token in self._tokens]) and kind.lower() == "bearer"
 
     def _too_large(self) -> tuple[str, str]:
         return f"the body has more than {self._body_bytes:,} bytes: shorten it", "body_too_large"

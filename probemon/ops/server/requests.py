@@ -121,7 +121,7 @@ def read_request(kind: str, body: bytes, limits: Limits) -> Request:
         stop=_stops(parameters.get("stop"), limits),
         stream=stream,
         include_usage=_include_usage(parameters.get("stream_options"), stream),
-        watch=_watch(parameters["probemon"], limits) if parameters.get("probemon") is not None else None,
+        watch=read_watch(parameters["probemon"], limits) if parameters.get("probemon") is not None else None,
         options={name: value for name, value in parameters.items() if name not in ("messages", "prompt")},
     )
 
@@ -313,7 +313,8 @@ def _include_usage(value: Any, stream: bool) -> bool:
     return bool(options.get("include_usage", False))
 
 
-def _watch(value: Any, limits: Limits) -> RequestedWatch:
+def read_watch(value: Any, limits: Limits) -> RequestedWatch:
+    """Return the checked `probemon` object of a body. Raises `RequestRefused`."""
     settings = _object("probemon", value)
     _check_names("probemon", settings, _WATCH)
     read = _Reader(settings, "probemon.")

@@ -181,23 +181,8 @@ class Served:
     # -- concepts --------------------------------------------------------------------------------
 
     def _shown(self, watch: RequestedWatch) -> Mask | None:
-        if watch.concepts is None:
-            return None
-        pack, shown = self.manager.pack, np.zeros(self.manager.pack.n_probes, dtype=bool)
         held = self.holding.now
-        plan = self.manager.plan_with([], held.exclude, held.always_on)
-        for at, concept in enumerate(watch.concepts):
-            param = f"probemon.concepts[{at}]"
-            named = _refused(param, partial(pack.find_all, concept))
-            if names := self.manager.left_out(named, plan):
-                raise RequestRefused(
-                    f"{param}: {names} is left out by the deployment, so that its silence would say nothing: ask for"
-                    " another concept",
-                    param,
-                )
-            for level in pack.tree.levels_below(named):
-                shown[list(level)] = True
-        return shown
+        return shown_probes(self.manager, watch, held.exclude, held.always_on)
 
     def _rules(self, watch: RequestedWatch) -> tuple[tuple[RuleSpec, tuple[int, ...]], ...]:
         rules: list[tuple[RuleSpec, tuple[int, ...]]] = []
@@ -211,6 +196,34 @@ class Served:
             )
         _refused("probemon.rules", partial(self.holding.check_room, probes))
         return tuple(rules)
+
+
+def shown_probes(
+    manager: DynamicProbeManager,
+    watch: RequestedWatch,
+    exclude: Sequence[str] | None = None,
+    always_on: Sequence[str] | None = None,
+) -> Mask | None:
+    """Return a mask of the probes that a request asks for; None for all. Raises `RequestRefused`.
+
+    `exclude`, `always_on`: of a deployment; None for the manager's settings.
+    """
+    if watch.concepts is None:
+        return None
+    pack, shown = manager.pack, np.zeros(manager.pack.n_probes, dtype=bool)
+    plan = manager.plan_with([], exclude, always_on)
+    for at, concept in enumerate(watch.concepts):
+        param = f"probemon.concepts[{at}]"
+        named = _refused(param, partial(pack.find_all, concept))
+        if names := manager.left_out(named, plan):
+            raise RequestRefused(
+                f"{param}: {names} is left out by the deployment, so that its silence would say nothing: ask for"
+                " another concept",
+                param,
+            )
+        for level in pack.tree.levels_below(named):
+            shown[list(level)] = True
+    return shown
 
 
 def _refused(param: str, ask: Callable[[], Any]) -> Any:

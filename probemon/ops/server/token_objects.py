@@ -62,6 +62,7 @@ class Told:
             "n_active": int(scores.coverage.active[i]),
             **{f"n_{name}": int(getattr(scores.coverage, name)[i]) for name in ("dropped", "excluded", "shed")},
             "unseen": scores.coverage.unseen[i] or None,
+            **({"from_cache": True} if scores.coverage.from_cache[i] else {}),
         }
 
     def event(self, event: Event, choice: int, action: str) -> dict[str, Any]:

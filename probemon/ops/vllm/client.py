@@ -51,7 +51,7 @@ from probemon.ops.vllm.messages import (
 )
 from probemon.ops.vllm.receiver import Receiver
 from probemon.ops.vllm.request_log import END_SECONDS, RequestLog, is_cut_short
-from probemon.ops.vllm.request_names import name_of, names_of_output
+from probemon.ops.vllm.request_names import name_of, names_of_output, place_of
 from probemon.ops.vllm.watched import check_rules, watched_sha256
 from probemon.tracking.recording import RecordedTokens
 from probemon.util.checks import check_choice, check_count
@@ -71,6 +71,7 @@ class VllmClient:
     - `stops`: "in_step" ends a sequence with the token that met the rule; "abort" aborts it (`abort_with`), for
       speculation; "told" only reports
     - `canary`: what is compared before the engine serves (`WorkerSettings`)
+    - `untried_version`: take a version of vLLM that was not tested, if the canary's scores are right
     - `keep_requests`: ended ones that keep their scores; None: all
     - `high_water_mark`: messages that may wait; further ones are dropped
     - `followers`: as those of `attach`, called in the receiving thread; hidden states stay in the worker
@@ -87,6 +88,7 @@ class VllmClient:
         tokenizer: Any = None,
         stops: str = IN_STEP,
         canary: str = "auto",
+        untried_version: bool = False,
         keep_requests: int | None = None,
         high_water_mark: int = 10_000,
         followers: Sequence[Any] = (),
@@ -105,6 +107,7 @@ class VllmClient:
             cascade=cascade or {},
             stop=stops_rows and stops == IN_STEP,
             canary=canary,
+            untried_version=untried_version,
             high_water_mark=high_water_mark,
         )
         pack = self.manager.pack
@@ -160,8 +163,7 @@ class VllmClient:
             raise ConfigError(f"{name} is {arguments[name]!r}: probemon's worker is one itself, so leave it out")
         if self.settings.stop:
             watched["logits_processors"] = [*arguments.pop("logits_processors", ()), STOP_ROWS]
-        # Asynchronous scheduling is untested: a step begins before the last one was read.
-        return {"async_scheduling": False, **arguments, **watched}
+        return {**arguments, **watched}
 
     def abort_with(self, engine: Any) -> None:
         """With `stops="abort"`, abort the answers of an `AsyncLLM` at which a rule stops. Call it in the engine's event
@@ -218,23 +220,48 @@ class VllmClient:
         outputs = list(out) if isinstance(out, (list, tuple)) else [out]
         if not outputs:
             raise ConfigError("out is empty: give what the engine returned")
-        parts, names, watches = list[RecordedTokens](), list[str](), list[tuple[int, int, int]]()
-        deployments: dict[int, str | None] = {}
+        parts = list[tuple[str, RequestLog | None, RecordedTokens]]()
         for output in outputs:
             for answer in output.outputs:
                 ids = np.array([*output.prompt_token_ids, *answer.token_ids], dtype=np.int64)
-                log, tokens = self._tokens(output, answer, ids, began, timeout_seconds)
-                parts.append(tokens)
-                if log is not None:
-                    watches += [(len(names), *one) for one in log.watched_from()]
-                    deployments |= log.deployments
-                names.append(output.request_id)
+                parts.append((output.request_id, *self._tokens(output, answer, ids, began, timeout_seconds)))
+        return self._result(parts)
+
+    def result_of(self, request: str) -> Result:
+        """Return the scores of all that the engine ran for a request, one row per answer: of one that was aborted, or
+        whose output you left. Raises `AlignmentError` for a request that is not kept.
+
+        The last row may have tokens that no output shows: drafts, or those that an abort came too late for.
+        """
+        self.check()
+        logs = self.logs_of_reply(request) or self.logs_of(request)[:1]
+        if not logs:
+            raise AlignmentError(
+                f"request {request!r} is not one that the worker scored, or it is forgotten"
+                f" (keep_requests={self._keep_requests})"
+            )
+        return self._result([(request, log, log.ran(lost=log.lost(self.receiver.n_lost))) for log in logs])
+
+    def result_of_log(self, request: str, log: RequestLog | None, ids: Sequence[int], n_prompt: int) -> Result:
+        """Return what is known by now of an answer with known tokens. `log`: None if nothing is known of it."""
+        every = np.array(ids, dtype=np.int64)
+        if log is None:
+            return self._result([(request, None, _not_run(every, self.manager.pack.n_probes, NOT_KNOWN))])
+        lost = log.lost(self.receiver.n_lost)
+        return self._result([(request, log, log.tokens(every, n_prompt, lost=lost, cut_short=True))])
+
+    def _result(self, parts: Sequence[tuple[str, RequestLog | None, RecordedTokens]]) -> Result:
+        watches, deployments = list[tuple[int, int, int]](), dict[int, str | None]()
+        for row, (_, log, _) in enumerate(parts):
+            if log is not None:
+                watches += [(row, *one) for one in log.watched_from()]
+                deployments |= log.deployments
         result = Result(
             self.manager.pack,
             self.tokenizer,
-            RecordedTokens.join(parts, self.manager.pack.n_probes),
+            RecordedTokens.join([tokens for *_, tokens in parts], self.manager.pack.n_probes),
             None if self.hello is None else host_of(self.hello),
-            requests=tuple(names),
+            requests=tuple(name for name, *_ in parts),
             watches=tuple(watches),
         )
         result.deployments = deployments
@@ -250,6 +277,17 @@ class VllmClient:
             if request in self._logs:
                 return [self._logs[request]]
             return [self._logs[request_id] for request_id in reversed(self._by_name.get(request, ()))]
+
+    def logs_of_reply(self, reply: str) -> list[RequestLog]:
+        """Return the logs of the choices of a server's reply, in their order; [] if none is kept."""
+        with self._changed:
+            answers = [name for name in self._by_name if name.endswith(reply) or f"{reply}-" in name]
+        choices = dict[tuple[int, int], RequestLog]()
+        for name in answers:
+            place = place_of(reply, name)
+            if place is not None and (log := self.log_of(name)) is not None:
+                choices[place] = log
+        return [choices[place] for place in sorted(choices)]
 
     def check(self) -> None:
         """Raise `ConfigError` if an engine with other settings found this client."""
@@ -315,8 +353,8 @@ class VllmClient:
             log.add(message, np.flatnonzero(message.of_request == at), self.receiver.n_lost, self._n_lost_before)
 
     def _new_log(self, head: RequestHead) -> RequestLog:
-        n_drafts = 0 if self.hello is None else self.hello.n_drafts
-        log = self._logs[head.request] = RequestLog(head, self.manager.pack.n_probes, n_drafts)
+        n_ahead = 0 if self.hello is None else self.hello.n_ahead
+        log = self._logs[head.request] = RequestLog(head, self.manager.pack.n_probes, n_ahead)
         self._by_name.setdefault(name_of(head.request), []).append(head.request)
         if self._keep_requests is not None and self.receiver.n_lost:  # its end may have been dropped
             silent = [one for one in self._logs.values() if one.under_way and one.n_lost < self.receiver.n_lost]
@@ -363,14 +401,14 @@ class VllmClient:
         def is_complete(log: RequestLog, with_end: bool) -> bool:
             whole = log.is_whole(n_run, with_end=with_end)
             full_length = log.ended is None or log.ended.n_columns >= n_run  # else a shorter answer of the same name
-            return whole and full_length and (cached is None or cached == log.first_column)
+            return whole and full_length and (cached is None or cached == log.n_cached)
 
         def best_match(*, complete: bool, with_end: bool = False) -> tuple[RequestLog, RecordedTokens] | None:
             """Return the log with the most scores, the newest of several."""
             fitting = list[tuple[RequestLog, RecordedTokens]]()
             for log in candidates():
                 # vLLM counts once, as the log does; an abort may come before.
-                is_other = cached not in (None, log.first_column) and not cut_short
+                is_other = cached not in (None, log.n_cached) and not cut_short
                 if is_complete(log, with_end) if complete else not is_other:
                     lost = log.lost(self.receiver.n_lost)
                     try:
@@ -379,7 +417,7 @@ class VllmClient:
                         wrong[log.request] = error
 
             def rank(one: tuple[RequestLog, RecordedTokens]) -> tuple[bool, int]:
-                return cached in (None, one[0].first_column), int(one[1].scores.coverage.seen.sum())
+                return cached in (None, one[0].n_cached), int(one[1].scores.coverage.seen.sum())
 
             return max(fitting, key=rank, default=None)
 

@@ -5,7 +5,7 @@ A graph compiled for other layers, or a lost hook, gives wrong states of the rig
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -15,8 +15,10 @@ from torch import Tensor
 from probemon.core.probes import parse_site
 from probemon.errors import Blind, ConfigError
 from probemon.host.model import find_layers
+from probemon.manager import DynamicProbeManager
 
-N_TOKENS = 24
+LENGTHS = (24, 9)  # of its two requests, which run in one step
+_SCORES_APART = 0.01  # on average
 _OF_FREE = 0.8  # of free memory, which a copy of the weights may take
 TOLERANCES = {torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.1}  # mean relative distances
 
@@ -38,29 +40,50 @@ def canary_way(asked: str, n_bytes: int, free: int, quantization: str | None) ->
     return asked, ""
 
 
-def canary_ids(n_vocabulary: int) -> list[int]:
-    """Return tokens, the same at every start."""
-    ids: list[int] = np.random.default_rng(0).integers(0, n_vocabulary, N_TOKENS).tolist()
-    return ids
+def canary_prompts(n_vocabulary: int) -> dict[str, list[int]]:
+    """Return the prompts of some requests, the same at every start."""
+    random = np.random.default_rng(0)
+    return {f"probemon-canary-{n}": random.integers(0, n_vocabulary, n).tolist() for n in LENGTHS}
 
 
-def reference_states(model: Any, ids: list[int]) -> Tensor:
-    """Return transformers' states after each layer, fp32 `[L, T, D]`."""
+def reference_states(model: Any, prompts: Iterable[list[int]]) -> Tensor:
+    """Return transformers' states after each layer, fp32 `[L, T, D]`, of prompts run one by one."""
     decoder, layers = find_layers(model)
     taken: list[Tensor] = []
 
     def take(module: Any, args: Any, output: Any) -> None:
         hidden = output[0] if isinstance(output, tuple) else output
-        taken.append(hidden.detach().reshape(len(ids), -1).float().cpu())
+        taken.append(hidden.detach().reshape(-1, hidden.shape[-1]).float().cpu())
 
     handles = [layer.register_forward_hook(take) for layer in layers]
+    parts = []
     try:
         with torch.no_grad():
-            decoder(torch.tensor([ids], device=next(model.parameters()).device))
+            for ids in prompts:
+                taken.clear()
+                decoder(torch.tensor([ids], device=next(model.parameters()).device))
+                parts.append(torch.stack(taken))
     finally:
         for handle in handles:
             handle.remove()
-    return torch.stack(taken)
+    return torch.cat(parts, dim=1)
+
+
+def judge_scores(manager: DynamicProbeManager, taken: Mapping[str, Tensor], reference: Tensor) -> dict[str, float]:
+    """Compare the scores of an engine's states with those of transformers' states; return figures. Raises `Blind`.
+
+    States apart by the last bits change scores a little. Of a wrong row, layer or weight they are of another token.
+    """
+    own = manager.score_all({site: states.float().cpu() for site, states in taken.items()})
+    host = manager.score_all({site: reference[parse_site(site)[1]] for site in taken})
+    apart = (own - host).abs()
+    most, mean = float(apart.max()), float(apart.mean())
+    if not mean <= _SCORES_APART:
+        raise Blind(
+            f"scores of the engine's first forward are {mean:.3f} apart from those of transformers on the same tokens,"
+            f" on average; at most {_SCORES_APART} may be: this version of vLLM is not read right"
+        )
+    return {"score_difference_max": most, "score_difference_mean": mean}
 
 
 def judge(taken: Mapping[str, Tensor], reference: Tensor, tolerance: float | None) -> dict[str, Any]:

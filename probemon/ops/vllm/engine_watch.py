@@ -25,6 +25,7 @@ from probemon.monitor.followers import Batch, Follower
 from probemon.monitor.rules import Event
 from probemon.monitor.run import MonitorRun, RunOptions
 from probemon.ops.vllm.channel import Channel
+from probemon.ops.vllm.kept_scores import KeptScores
 from probemon.ops.vllm.messages import Ended, RequestHead, RuleMet, StepTokens, WorkerSettings
 from probemon.ops.vllm.refusals import unseen_request
 from probemon.ops.vllm.requests import EngineRequests
@@ -37,7 +38,10 @@ LOG = logging.getLogger("probemon")
 
 
 class EngineWatch:
-    """`run`: a `MonitorRun`; `n_steps` were scored, in `seconds`. `tokenizer`: for judges."""
+    """`run`: a `MonitorRun`; `n_steps` were scored, in `seconds`.
+
+    `tokenizer`: for judges; `kept`: scores of the prefix cache, None without one.
+    """
 
     def __init__(
         self,
@@ -47,6 +51,7 @@ class EngineWatch:
         channel: Channel,
         model: Any,
         tokenizer: Any = None,
+        kept: KeptScores | None = None,
     ) -> None:
         self.n_steps, self.seconds, self.ended = 0, 0.0, Counter[str]()
         self._channel, self._stop = channel, settings.stop
@@ -65,6 +70,7 @@ class EngineWatch:
         source = self.run.source
         assert isinstance(source, EngineRequests)
         self.requests = source
+        self.requests.kept = kept
         self.requests.score_together = self.run.scorer.score_together
         self._entries: list[tuple[Recording, PlacedTokens, Scores, int]] = []
         self._began = (0.0, 0.0)  # of the newest step: time.time(), time.perf_counter()
@@ -150,6 +156,7 @@ class EngineWatch:
 
     def take(self, batch: Batch, scores: Scores) -> None:
         """Keep scores until the step is reported."""
+        self.requests.keep(batch.recording, batch.placed, scores)
         self._entries.append((batch.recording, batch.placed, scores, batch.watch.number))
 
     def _tell(self, seconds: float) -> None:
@@ -168,7 +175,7 @@ class EngineWatch:
             step=self.n_steps,
             began_seconds=self._began[0],
             seconds=seconds,
-            requests=tuple(_head(recording) for recording in recordings),
+            requests=tuple(self._head(recording) for recording in recordings),
             of_request=np.repeat([place[id(recording)] for recording, *_ in entries], lengths).astype(np.int32),
             columns=np.concatenate([placed.columns for _, placed, _, _ in entries]).astype(np.int64),
             ids=np.concatenate([placed.ids for _, placed, _, _ in entries]).astype(np.int64),
@@ -179,10 +186,10 @@ class EngineWatch:
         )
         self._channel.send(lambda sequence: message(sequence=sequence))
 
-
-def _head(recording: Recording) -> RequestHead:
-    assert recording.call.prompt_columns is not None
-    return RequestHead(recording.request, recording.number, recording.call.prompt_columns, recording.call.first_column)
+    def _head(self, recording: Recording) -> RequestHead:
+        assert recording.call.prompt_columns is not None
+        n_cached = self.requests.n_cached(recording.request)
+        return RequestHead(recording.request, recording.number, recording.call.prompt_columns, n_cached)
 
 
 class _Teller(Follower):

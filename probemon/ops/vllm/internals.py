@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from vllm import envs
+from vllm.distributed.parallel_state import get_tp_group
 from vllm.model_executor.models.interfaces import supports_eagle3
 from vllm.platforms import current_platform
 from vllm.sampling_params import SamplingParams
@@ -65,6 +66,19 @@ def step_rows(runner: Any, scheduled: Mapping[str, int]) -> StepRows:
     return rows_of_v1(runner, scheduled)
 
 
+def prefix_cache(runner: Any) -> tuple[int, int]:
+    """Return the tokens of the smallest block that is cached, and how many of these the cache holds."""
+    config = runner.kv_cache_config
+    sizes = [group.kv_cache_spec.block_size for group in config.kv_cache_groups]
+    return min(sizes), config.num_blocks * max(sizes) // min(sizes)
+
+
+def told_by_first_rank(rows: list[int]) -> list[int]:
+    """Return the rows of the first rank of tensor parallelism, on every rank."""
+    told: list[int] = get_tp_group().broadcast_object(rows, src=0)
+    return told
+
+
 def sampled(output: Any) -> tuple[Any, dict[str, int]]:
     """Return the output of sampling, waited for, and how many tokens each request got."""
     if isinstance(output, AsyncModelRunnerOutput):  # of runner V2: it is on its way from the GPU
@@ -73,28 +87,32 @@ def sampled(output: Any) -> tuple[Any, dict[str, int]]:
     return output, counts
 
 
-def one_request(runner: Any, name: str, ids: Sequence[int]) -> tuple[SchedulerOutput, SchedulerOutput]:
-    """Return a step that runs one new request, and the step that ends it."""
+def new_requests(runner: Any, prompts: Mapping[str, Sequence[int]]) -> tuple[SchedulerOutput, SchedulerOutput]:
+    """Return a step that runs new requests, and the step that ends them."""
     groups = runner.kv_cache_config.kv_cache_groups
-    blocks = [list(range(1, 1 + -(-(len(ids) + 1) // group.kv_cache_spec.block_size))) for group in groups]
     first, last = SchedulerOutput.make_empty(), SchedulerOutput.make_empty()
-    first.scheduled_new_reqs = [
-        NewRequestData(
-            req_id=name,
-            prompt_token_ids=list(ids),
-            mm_features=[],
-            sampling_params=SamplingParams(temperature=0.0, max_tokens=1),
-            pooling_params=None,
-            block_ids=tuple(blocks),
-            num_computed_tokens=0,
-            lora_request=None,
-            prefill_token_ids=list(ids),
+    begins = [1] * len(groups)  # block 0 is vLLM's
+    for name, ids in prompts.items():
+        sizes = [-(-(len(ids) + 1) // group.kv_cache_spec.block_size) for group in groups]
+        blocks = tuple(list(range(begin, begin + size)) for begin, size in zip(begins, sizes, strict=True))
+        begins = [begin + size for begin, size in zip(begins, sizes, strict=True)]
+        first.scheduled_new_reqs.append(
+            NewRequestData(
+                req_id=name,
+                prompt_token_ids=list(ids),
+                mm_features=[],
+                sampling_params=SamplingParams(temperature=0.0, max_tokens=1),
+                pooling_params=None,
+                block_ids=blocks,
+                num_computed_tokens=0,
+                lora_request=None,
+                prefill_token_ids=list(ids),
+            )
         )
-    ]
-    first.num_scheduled_tokens = {name: len(ids)}
-    first.total_num_scheduled_tokens = len(ids)
+    first.num_scheduled_tokens = {name: len(ids) for name, ids in prompts.items()}
+    first.total_num_scheduled_tokens = sum(map(len, prompts.values()))
     first.num_common_prefix_blocks = [0] * len(groups)
-    last.finished_req_ids = {name}
+    last.finished_req_ids = set(prompts)
     return first, last
 
 

@@ -23,10 +23,10 @@ from probemon.errors import ConfigError
 WORKER = "probemon.ops.vllm.worker.ProbeWorker"
 CONFIG_KEY = "probemon"
 CHANNEL_VARIABLE = "PROBEMON_VLLM_CHANNEL"
-VERSION = 3
+VERSION = 4
 CANARIES = ("auto", "weights", "layers", "off")
 _DTYPES = ("|b1", "|i1", "<i4", "<i8", "<f4")
-_COVERAGE = (*COUNTS, *AUDITED, "far")
+_COVERAGE = (*COUNTS, *AUDITED, "far", "from_cache")
 Array = npt.NDArray[Any]
 
 
@@ -42,6 +42,7 @@ class WorkerSettings:
     - `stop`: rules stop inside the step; else stops are only reported
     - `canary`: "weights" compares states with transformers, "layers" checks that they are finite and differ, "auto" is
       "weights" where transformers can load them beside the engine, "off" checks nothing
+    - `untried_version`: take a version of vLLM that was not tested, if the canary's scores are right
     - `high_water_mark`: messages that may wait
     """
 
@@ -53,6 +54,7 @@ class WorkerSettings:
     channel: str = ""
     stop: bool = False
     canary: str = "auto"
+    untried_version: bool = False
     high_water_mark: int = 10_000
 
     def __post_init__(self) -> None:
@@ -94,7 +96,7 @@ class Hello:
     - `runner`: of vLLM, "v1" or "v2"
     - `host`: fields of a `ModelState`
     - `canary`: figures by site; `canary_way`: what it compared, and why no more
-    - `n_drafts`: tokens per step, 0 without speculation
+    - `n_ahead`: tokens that may be run past the end of an answer, by drafts or asynchronous scheduling
     """
 
     kind: ClassVar[str] = "hello"
@@ -111,18 +113,18 @@ class Hello:
     host: Mapping[str, Any]
     canary: Mapping[str, Any]
     canary_way: str = "weights"
-    n_drafts: int = 0
+    n_ahead: int = 0
     version: int = VERSION
 
 
 @dataclass(frozen=True)
 class RequestHead:
-    """A request in a step: vLLM's id, number in the run, prompt length, first column after the prefix cache."""
+    """A request in a step: vLLM's id, number in the run, prompt length, columns from the prefix cache."""
 
     request: str
     number: int
     n_prompt: int
-    first_column: int
+    n_cached: int
 
 
 @dataclass(frozen=True)
@@ -193,7 +195,7 @@ class RequestScores:
     tokens: StepTokens
     ended: Ended | None
     lost: bool
-    n_drafts: int
+    n_ahead: int
 
 
 Message = Hello | StepTokens | RuleMet | Ended | RequestScores
@@ -250,7 +252,7 @@ def _plain(value: Any) -> Any:
         names = [one.name for one in dataclasses.fields(value)]
         return {"kind": value.kind} | {name: _plain(getattr(value, name)) for name in names}
     if isinstance(value, RequestHead):
-        return [value.request, value.number, value.n_prompt, value.first_column]
+        return [value.request, value.number, value.n_prompt, value.n_cached]
     if isinstance(value, Mapping):
         return {key: _plain(one) for key, one in value.items()}
     if isinstance(value, (tuple, list)):

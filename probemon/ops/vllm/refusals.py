@@ -16,11 +16,8 @@ SPECULATIONS = ("ngram",)
 
 def check_engine(config: Any, version: str, settings: WorkerSettings) -> None:
     """Raise for an untested version, configuration or settings. `config`: a `VllmConfig`."""
-    if version.split("+")[0] not in TESTED:
-        raise UnsupportedModel(
-            f"vLLM {version} is not tested with probemon, only {', '.join(TESTED)}: where a step keeps its rows is"
-            " private to each version. Install a tested one (scripts/vllm_env.sh)"
-        )
+    if not settings.untried_version:
+        check_version(version)
     for what, is_so, remedy in _untested(config):
         if is_so:
             raise UnsupportedModel(f"{what} is not tested while probemon watches inside vLLM: {remedy}")
@@ -30,17 +27,28 @@ def check_engine(config: Any, version: str, settings: WorkerSettings) -> None:
                 f"the packs read {site}: inside vLLM hidden states are read after whole layers alone (resid_post.N)"
             )
     _check_speculation(config, settings)
-    if settings.stop and _of(config, "parallel_config", "tensor_parallel_size", default=1) > 1:
+
+
+def is_tested(version: str) -> bool:
+    """True for a tested version of vLLM, however it was built."""
+    return version.split("+")[0] in TESTED
+
+
+def check_version(version: str, package: str = "vllm") -> None:
+    """Raise `UnsupportedModel` for an untested version."""
+    if not is_tested(version):
         raise UnsupportedModel(
-            "stops inside the step are not tested with tensor parallel, where every rank samples and one alone scores:"
-            " let the client abort instead"
+            f"{package} {version} is not tested with probemon, only {', '.join(TESTED)}: where a step keeps its rows is"
+            f" private to each version. Install a tested one (pip install {package}=={TESTED[-1]}), or try this one:"
+            " --untried-version (untried_version=True) compares its scores with transformers before the first answer"
         )
 
 
 def unseen_request(request: Any) -> str:
     """Return why a request (`NewRequestData`) is not scored, or ""."""
-    if getattr(request, "lora_request", None) is not None:
-        return "it was asked with a LoRA adapter, and the pack is of the model without it"
+    adapter = getattr(request, "lora_request", None)
+    if adapter is not None:
+        return f"it was asked with the LoRA adapter {adapter.lora_name!r}, and the packs are of the model without it"
     if getattr(request, "mm_features", None):
         return "its prompt has images, sound or video, which is not tested"
     if getattr(request, "prompt_embeds", None) is not None or request.prompt_token_ids is None:
@@ -52,8 +60,16 @@ def _untested(config: Any) -> list[tuple[str, bool, str]]:
     parallel = "parallel_config"
     size = "a size of 1"
     return [
-        ("pipeline parallel", _of(config, parallel, "pipeline_parallel_size", default=1) > 1, f"give it {size}"),
-        ("data parallel", _of(config, parallel, "data_parallel_size", default=1) > 1, "run an engine for each replica"),
+        (
+            "pipeline parallel, whose stages each hold a part of the layers,",
+            _of(config, parallel, "pipeline_parallel_size", default=1) > 1,
+            "give --tensor-parallel-size instead",
+        ),
+        (
+            "data parallel",
+            _of(config, parallel, "data_parallel_size", default=1) > 1,
+            "start a server for each replica, with the same deployment and PROBEMON_API_KEY, behind your balancer",
+        ),
         (
             "context parallel",
             _of(config, parallel, "decode_context_parallel_size", default=1) > 1
@@ -71,8 +87,8 @@ def _untested(config: Any) -> list[tuple[str, bool, str]]:
             "leave it out of the passes of the compiler",
         ),
         (
-            "asynchronous scheduling, which runs a step before the one before it is read,",
-            bool(_of(config, "scheduler_config", "async_scheduling")),
+            "asynchronous scheduling with model runner V1",
+            bool(_of(config, "scheduler_config", "async_scheduling")) and not _of(config, "use_v2_model_runner"),
             "give --no-async-scheduling (async_scheduling=False)",
         ),
         ("sleep mode", bool(_of(config, "model_config", "enable_sleep_mode")), "leave it out"),

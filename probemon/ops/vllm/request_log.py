@@ -1,6 +1,6 @@
 """The messages about one request, and its final tokens.
 
-The newest scores of a column count. Columns after the output (drafts, or after an abort) are dropped.
+The newest scores of a column count. Columns after the output (of drafts, of a step ahead, after an abort) are dropped.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from probemon.core.scores import GENERATED, PROMPT, Scores
 from probemon.errors import AlignmentError
 from probemon.monitor.rules import Event
 from probemon.ops.vllm.messages import Ended, RequestHead, RequestScores, StepTokens
-from probemon.ops.vllm.rows import CACHED
 from probemon.tracking.recording import GAP, LAST, RecordedTokens
 
 LOST = "a message with its scores was dropped: the client did not read in time (high_water_mark)"
@@ -42,13 +41,13 @@ class _Piece:
 
 
 class RequestLog:
-    """`request`: vLLM's id. `n_columns`: seen or cached, without a hole. `n_drafts`: per step."""
+    """`request`: vLLM's id. `n_columns`: told of without a hole. `n_ahead`: tokens that may be run past its end."""
 
-    def __init__(self, head: RequestHead, n_probes: int, n_drafts: int = 0) -> None:
+    def __init__(self, head: RequestHead, n_probes: int, n_ahead: int = 0) -> None:
         self.request, self.number = head.request, head.number
-        self.n_prompt, self.first_column = head.n_prompt, head.first_column
-        self.n_columns = head.first_column
-        self.n_drafts = n_drafts
+        self.n_prompt, self.n_cached = head.n_prompt, head.n_cached
+        self.n_columns = 0
+        self.n_ahead = n_ahead
         self.ended: Ended | None = None
         self.under_way = True
         self.deployments: dict[int, str | None] = {}
@@ -63,7 +62,7 @@ class RequestLog:
     @classmethod
     def of(cls, kept: RequestScores, n_probes: int) -> RequestLog:
         """Return the log of another process."""
-        log = cls(kept.tokens.requests[0], n_probes, kept.n_drafts)
+        log = cls(kept.tokens.requests[0], n_probes, kept.n_ahead)
         if len(kept.tokens.columns):
             log.add(kept.tokens, np.arange(len(kept.tokens.columns)))
         if kept.ended is not None:
@@ -92,13 +91,13 @@ class RequestLog:
         piece = _Piece(message.columns, message.ids, message.watches.astype(np.int64), message.scores).take(which)
         self._pieces.append(piece)
         if len(self._pieces) == _PIECES:
-            self._pieces = [self._joined()]
+            self._pieces = [self._joined(self._pieces)]
         self.deployments.update(message.deployments)
         for i in np.flatnonzero((piece.columns >= self.n_prompt) & ~piece.scores.coverage.seen).tolist()[:1]:
             self._blind_column = min(int(piece.columns[i]), self._blind_column or self.n_prompt + (1 << 40))
         begin, end = int(piece.columns[0]), int(piece.columns[-1]) + 1
         if self._n_lost_before is None:  # a missing beginning was lost
-            self._n_lost_before = n_lost if begin == self.first_column else 0
+            self._n_lost_before = n_lost if begin == 0 else 0
             self.n_lost = n_lost_before
         if n_lost > self.n_lost:  # an event of these tokens may be lost
             self._blind_column = min(max(begin, self.n_prompt), self._blind_column or self.n_prompt + (1 << 40))
@@ -153,7 +152,7 @@ class RequestLog:
             )
         n_run = length - (length > n_prompt)
         n_ended = 0 if self.ended is None else self.ended.n_columns
-        if n_ended > n_run + self.n_drafts and (not cut_short or length == n_prompt):
+        if n_ended > n_run + self.n_ahead and (not cut_short or length == n_prompt):
             raise AlignmentError(
                 f"request {self.request!r}: the engine ran {n_ended} tokens, the output has {n_run} that can have been"
                 " run: give the whole of it. Ask for RequestOutputKind.FINAL_ONLY or CUMULATIVE; of DELTA, join the"
@@ -164,20 +163,20 @@ class RequestLog:
         entry[piece.columns] = np.arange(len(piece.columns))
         reasons = {}
         for at in np.flatnonzero(entry < 0).tolist():
-            if at < self.first_column:
-                reasons[at] = CACHED
-            elif at == length - 1 and at >= n_prompt:
+            if at == length - 1 and at >= n_prompt:
                 reasons[at] = LAST
             else:
                 reasons[at] = LOST if lost else LATE if self.under_way else GAP
-        positions = np.arange(length)
-        return RecordedTokens(
-            np.zeros(length, dtype=np.int64),
-            positions,
-            ids,
-            np.where(positions < n_prompt, PROMPT, GENERATED),
-            piece.scores.take(entry, reasons),
-        )
+        return self._recorded(ids, n_prompt, piece.scores.take(entry, reasons))
+
+    def ran(self, *, lost: bool) -> RecordedTokens:
+        """Return every token that the engine is known to have run, without the output: also of an aborted answer."""
+        piece, n = self._newest(None), len(self._ids)
+        entry = np.full(n, -1, dtype=np.int64)
+        entry[piece.columns] = np.arange(len(piece.columns))
+        reason = LOST if lost else LATE if self.under_way else GAP
+        reasons = dict.fromkeys(np.flatnonzero(entry < 0).tolist(), reason)
+        return self._recorded(np.array(self._ids, dtype=np.int64), self.n_prompt, piece.scores.take(entry, reasons))
 
     def watched_from(self) -> list[tuple[int, int]]:
         """Return (first column, number) of each watch."""
@@ -187,6 +186,17 @@ class RequestLog:
                 spans.append((at, number))
         return spans
 
+    def since(self, column: int) -> tuple[Ints, Ints, Scores]:
+        """Return columns, ids and scores from `column` on, in the order of columns: what is new while it runs."""
+        pieces = list(self._pieces)  # another thread adds
+        first = len(pieces)
+        while first and int(pieces[first - 1].columns[-1]) >= column:
+            first -= 1
+        piece = self._joined(pieces[first:])
+        last = {at: i for i, at in enumerate(piece.columns.tolist()) if at >= column}
+        piece = piece.take(np.array([last[at] for at in sorted(last)], dtype=np.int64))
+        return piece.columns, piece.ids, piece.scores
+
     def seen_scores(self) -> tuple[Ints, Ints, Scores]:
         """Return columns, ids and scores so far, in the order of columns."""
         piece = self._newest(None)
@@ -194,9 +204,15 @@ class RequestLog:
 
     def as_message(self, n_lost: int = 0) -> RequestScores:
         """Return all of it. `n_lost`: messages so far."""
-        return RequestScores(0, self._all_tokens(), self.ended, self.lost(n_lost), self.n_drafts)
+        return RequestScores(0, self._all_tokens(), self.ended, self.lost(n_lost), self.n_ahead)
 
     # -- inside ----------------------------------------------------------------------------------
+
+    @staticmethod
+    def _recorded(ids: Ints, n_prompt: int, scores: Scores) -> RecordedTokens:
+        positions = np.arange(len(ids))
+        phases = np.where(positions < n_prompt, PROMPT, GENERATED)
+        return RecordedTokens(np.zeros(len(ids), dtype=np.int64), positions, ids, phases, scores)
 
     def _all_tokens(self) -> StepTokens:
         piece = self._newest(None)
@@ -206,7 +222,7 @@ class RequestLog:
             step=0,
             began_seconds=0.0,
             seconds=0.0,
-            requests=(RequestHead(self.request, self.number, self.n_prompt, self.first_column),),
+            requests=(RequestHead(self.request, self.number, self.n_prompt, self.n_cached),),
             of_request=np.zeros(n, dtype=np.int32),
             columns=piece.columns,
             ids=piece.ids,
@@ -216,19 +232,17 @@ class RequestLog:
             scores=piece.scores,
         )
 
-    def _joined(self) -> _Piece:
+    def _joined(self, pieces: Sequence[_Piece]) -> _Piece:
         none: Ints = np.zeros(0, dtype=np.int64)
         columns, ids, watches = (
-            np.concatenate([none, *(getattr(piece, name) for piece in self._pieces)])
+            np.concatenate([none, *(getattr(piece, name) for piece in pieces)])
             for name in ("columns", "ids", "watches")
         )
-        top_k = self._pieces[0].scores.report_top_k if self._pieces else 10
-        return _Piece(
-            columns, ids, watches, Scores.join([piece.scores for piece in self._pieces], self._n_probes, top_k)
-        )
+        top_k = pieces[0].scores.report_top_k if pieces else 10
+        return _Piece(columns, ids, watches, Scores.join([piece.scores for piece in pieces], self._n_probes, top_k))
 
     def _newest(self, before: int | None) -> _Piece:
         """Return the newest entry of each column, in order."""
-        piece = self._joined()
+        piece = self._joined(self._pieces)
         last = {column: i for i, column in enumerate(piece.columns.tolist()) if before is None or column < before}
         return piece.take(np.array([last[column] for column in sorted(last)], dtype=np.int64))

@@ -22,6 +22,18 @@ def names_of_output(request: str, index: int, n_outputs: int) -> tuple[str, ...]
     return (indexed_name,) if n_outputs > 1 else (request, indexed_name)
 
 
+def names_of_request(reply: str, *, chat: bool, n_prompts: int, n: int) -> list[str]:
+    """Return the names of the choices of a request whose prompts and answers to each, `n`, are known."""
+    names = [reply] if chat else [f"{reply}-{prompt}" for prompt in range(n_prompts)]
+    return names if n == 1 else [f"{i}_{name}" for name in names for i in range(n)]
+
+
+def place_of(reply: str, name: str) -> tuple[int, int] | None:
+    """Return the prompt and the answer to it that a name is of, in a reply; None if it is of another reply."""
+    found = re.fullmatch(rf"(?:(\d+)_)?{re.escape(reply)}(?:-(\d+))?", name)
+    return None if found is None else (int(found[2] or 0), int(found[1] or 0))
+
+
 def names_of_choices(reply: str, kind: str, n_choices: int) -> Iterator[list[str]]:
     """Yield the names that a reply's choices may have, likeliest first. `kind`: its `object`.
 

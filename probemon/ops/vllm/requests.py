@@ -19,10 +19,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from probemon.core.scores import GENERATED, PROMPT, Gap, ModelState
+from probemon.core.scores import GENERATED, PROMPT, Gap, ModelState, Scores
 from probemon.errors import AlignmentError, UnsupportedDecoding
 from probemon.host.ranks import Ranks
 from probemon.host.site import Site
+from probemon.ops.vllm.kept_scores import KeptScores
 from probemon.ops.vllm.rows import CACHED, Placing, RequestRows, StepRows
 from probemon.tracking.align import PlacedTokens
 from probemon.tracking.decoder_hooks import Report, ScoreTokens
@@ -68,6 +69,7 @@ class EngineRequests:
         self.forward_seconds: deque[float] = deque(maxlen=10_000)
         self.batch_errors: list[BaseException] = []
         self.n_documents, self.running_beams = 0, False
+        self.kept: KeptScores | None = None  # of the prefix cache
         self._n_probes, self._host = n_probes, host
         self._check, self._reports = check, reports
         self._placing, self._n_made = Placing(), 0
@@ -81,11 +83,9 @@ class EngineRequests:
         """Begin a request. `unseen`: why it is not scored."""
         rows = self._placing.begin(request, prompt, n_cached)
         rows.unseen = unseen
-        call = GenerateCall(len(rows.prompt), 0, cached=n_cached)
+        call = GenerateCall(len(rows.prompt), 0)
         self._check(call)
-        recording = Recording(
-            rows.call, 0, self._n_probes, host=self._host, number=self._n_made, request=request, before=CACHED
-        )
+        recording = Recording(rows.call, 0, self._n_probes, host=self._host, number=self._n_made, request=request)
         self._n_made += 1
         with self._lock:
             self._generations[request] = Generation(recording, call)
@@ -110,7 +110,9 @@ class EngineRequests:
         for i, request in enumerate(rows.requests):
             for placed, reason in self._place(rows, i, n_drafts.get(request, 0)):
                 n_tokens[placed.phase != PROMPT] += len(placed)
-                parts.append((request, placed, reason or states))
+                parts.append(
+                    (request, placed, self._from_cache(request, placed) if reason == CACHED else reason or states)
+                )
         self._score_tokens(parts)
         if not n_drafts:
             self._step = None
@@ -145,6 +147,8 @@ class EngineRequests:
     def end(self, request: str) -> tuple[RequestRows, Generation] | None:
         """Forget a request; None if it never began."""
         rows = self._placing.end(request)
+        if self.kept is not None:
+            self.kept.release(request)
         with self._lock:
             generation = self._generations.pop(request, None)
         if rows is None or generation is None:
@@ -154,6 +158,16 @@ class EngineRequests:
         self._reports.ended(recording, None)
         self.recordings[:] = [one for one in self.recordings if one is not recording]
         return rows, generation
+
+    def keep(self, recording: Recording, placed: PlacedTokens, scores: Scores) -> None:
+        """Keep new scores for requests whose tokens come from the prefix cache."""
+        coverage = scores.coverage
+        if self.kept is not None and not (coverage.from_cache[0] or coverage.unseen[0] == CACHED):
+            self.kept.add(recording.request, int(placed.columns[0]), placed.ids.tolist(), scores)
+
+    def n_cached(self, request: str) -> int:
+        """Return how many columns of a request came from the prefix cache at its beginning."""
+        return self._placing.live[request].begins_at
 
     # -- called by a run --------------------------------------------------------------------------
 
@@ -213,6 +227,11 @@ class EngineRequests:
             self._lose(self._placing.live[request], error)
             yield from self._placing.place_request(step, i, n_drafts)
 
+    def _from_cache(self, request: str, placed: PlacedTokens) -> Scores | str:
+        if self.kept is None or self._placing.live[request].unseen:
+            return CACHED
+        return self.kept.find(request, int(placed.columns[0]), placed.ids.tolist(), self._n_probes, CACHED)
+
     def _lose(self, rows: RequestRows, error: Exception) -> None:
         rows.unseen = f"its rows could not be attributed, or scored: {type(error).__name__}: {error}"
         recording = self._generations[rows.request].recording
@@ -220,12 +239,12 @@ class EngineRequests:
         LOG.error("request %s is not scored any more: %s", rows.request, error)
         self._reports.gap(Gap(recording.number, rows.n_columns, rows.n_columns, rows.unseen))
 
-    def _score_tokens(self, parts: Sequence[tuple[str, PlacedTokens, States | str]]) -> None:
+    def _score_tokens(self, parts: Sequence[tuple[str, PlacedTokens, States | Scores | str]]) -> None:
         """Score tokens in turns: each begins with what the last one of its request retained."""
-        turns: list[dict[str, tuple[Generation, Recording, PlacedTokens, States | str]]] = []
+        turns: list[dict[str, tuple[Generation, Recording, PlacedTokens, States | Scores | str]]] = []
         n_parts = Counter[str]()
         for request, placed, states in parts:
-            if not isinstance(states, str):
+            if not isinstance(states, (str, Scores)):
                 at = torch.from_numpy(placed.offsets)
                 states = {site: hidden[at.to(hidden.device)] for site, hidden in states.items()}
             generation = self._generations[request]
@@ -238,7 +257,7 @@ class EngineRequests:
             for phase in (PROMPT, GENERATED):
                 self._score_turn([part for part in turn_parts.values() if part[2].phase == phase])
 
-    def _score_turn(self, parts: Sequence[tuple[Generation, Recording, PlacedTokens, States | str]]) -> None:
+    def _score_turn(self, parts: Sequence[tuple[Generation, Recording, PlacedTokens, States | Scores | str]]) -> None:
         assert self.score_together is not None
         report = self.score_together(parts)
         if report is not None:

@@ -32,6 +32,7 @@ from probemon.ops.vllm.client import ABORT as ABORT_ROWS
 from probemon.ops.vllm.client import VllmClient
 from probemon.ops.vllm.event_fields import event_of
 from probemon.ops.vllm.messages import Message, RequestHead, RuleMet, StepTokens, pack
+from probemon.ops.vllm.replies import PATHS, Replies
 from probemon.ops.vllm.request_log import RequestLog
 from probemon.ops.vllm.request_names import name_of
 
@@ -44,7 +45,7 @@ class ServedEngine:
 
     client: VllmClient
     metrics: ProcessMetrics | None
-    token: str | None
+    token: str | Collection[str] | None
     hosts: Collection[str]
     name: str
     limits: Limits
@@ -61,6 +62,7 @@ class Routes:
         [served] = SERVED
         routes = _Routes(served)
         self._app, self._ready, self._client = app, served.ready, served.client
+        self._replies = Replies(served.client, served.limits)
         self._own = Guard(routes.app(), hosts=served.hosts, token=served.token, body_bytes=served.limits.body_bytes)
         self._stop = routes.stop
 
@@ -72,6 +74,8 @@ class Routes:
             extensions = {ABORT: lambda: None, **scope.get("extensions", {})}
             inner_scope = {**scope, "path": path, "raw_path": path.encode(), "extensions": extensions}
             await self._own(inner_scope, receive, send)
+        elif scope["type"] == "http" and scope["method"] == "POST" and scope["path"] in PATHS:
+            await self._replies(self._app, scope, receive, send)
         else:
             await self._app(scope, receive, send)
 
@@ -151,13 +155,22 @@ class _Routes:
         return JSONResponse({"requests": [_about(log) for log in logs]})
 
     async def _request(self, http: Request) -> Response:
-        log = self._log(http)
+        name = http.path_params["name"]
+        logs = self._client.logs_of_reply(name) or self._client.logs_of(name)[:1]
+        if not logs:
+            raise self._forgotten(name)
+        choices = [self._choice(i, log) for i, log in enumerate(logs)]
+        return JSONResponse({"request": name, "choices": choices})
+
+    def _choice(self, index: int, log: RequestLog) -> dict[str, Any]:
         columns, ids, scores = log.seen_scores()
-        tokens = [self._token(scores, i, log, int(columns[i]), int(ids[i])) for i in range(len(columns))]
+        tokens = [self._token(scores, i, log, int(columns[i]), int(ids[i]), index) for i in range(len(columns))]
         events = [
-            self._told.event(event, 0, action) for event, action in self._client.actions if event.request == log.request
+            self._told.event(event, index, action)
+            for event, action in self._client.actions
+            if event.request == log.request
         ]
-        return JSONResponse({**_about(log), "tokens": tokens, "events": events})
+        return {"index": index, **_about(log), "tokens": tokens, "events": events}
 
     async def _scores(self, http: Request) -> Response:
         return Response(
@@ -170,12 +183,15 @@ class _Routes:
         name = http.path_params["name"]
         log = self._client.log_of(name) or self._client.log_of(f"{name}-0")  # a completion's first prompt
         if log is None:
-            raise RequestRefused(
-                f"request {name!r:.100} is not kept: the newest {self._served.limits.kept_requests} that ended are",
-                status=404,
-                code="request_forgotten",
-            )
+            raise self._forgotten(name)
         return log
+
+    def _forgotten(self, name: str) -> RequestRefused:
+        return RequestRefused(
+            f"request {name!r:.100} is not kept: the newest {self._served.limits.kept_requests} that ended are",
+            status=404,
+            code="request_forgotten",
+        )
 
     def _publish(self, message: Message) -> None:
         if isinstance(message, RuleMet):
@@ -188,12 +204,14 @@ class _Routes:
                 token = self._token(message.scores, i, head, column, token_id)
                 self._ring.publish("token", {"request": name_of(head.request), **token})
 
-    def _token(self, scores: Any, i: int, of: RequestLog | RequestHead, column: int, token_id: int) -> dict[str, Any]:
+    def _token(
+        self, scores: Any, i: int, of: RequestLog | RequestHead, column: int, token_id: int, choice: int = 0
+    ) -> dict[str, Any]:
         tokenizer = self._client.tokenizer
         return self._told.token(
             scores,
             i,
-            choice=0,
+            choice=choice,
             position=column,
             token_id=token_id,
             text="" if tokenizer is None else str(tokenizer.decode([token_id])),
@@ -207,7 +225,7 @@ def _about(log: RequestLog) -> dict[str, Any]:
         "request": name_of(log.request),
         "running": log.under_way,
         "n_prompt": log.n_prompt,
-        "n_cached": log.first_column,
+        "n_cached": log.n_cached,
         "n_columns": log.n_columns,
         "stopped_at": log.stop_column,
     }

@@ -17,6 +17,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from probemon.core.hierarchy import Ints
 from probemon.errors import AlignmentError
@@ -52,31 +54,21 @@ def rows_of_v1(runner: Any, scheduled: Mapping[str, int]) -> StepRows:
     differ.
     """
     batch = runner.input_batch
-    n_requests = int(batch.num_reqs)
-    starts = _numbers(runner.query_start_loc.np, n_requests + 1)
-    n_rows = int(starts[-1])
-    return StepRows(
-        tuple(batch.req_ids[:n_requests]),
-        starts,
-        _numbers(runner.input_ids.gpu, n_rows),
-        _numbers(runner.positions, n_rows),
-    ).check(scheduled)
+    return _step_rows(batch, runner.query_start_loc.np, runner.input_ids.gpu, runner.positions, scheduled)
 
 
 def rows_of_v2(batch: Any, scheduled: Mapping[str, int]) -> StepRows:
     """Read the rows of a v2 runner's `input_batch`, like `rows_of_v1`."""
+    return _step_rows(batch, batch.query_start_loc_np, batch.input_ids, batch.positions, scheduled)
+
+
+def _step_rows(batch: Any, all_starts: Any, ids: Tensor, positions: Tensor, scheduled: Mapping[str, int]) -> StepRows:
+    """Return copies, for the runner reuses its memory: ids and positions in one, which waits for the GPU."""
     n_requests = int(batch.num_reqs)
-    starts = _numbers(batch.query_start_loc_np, n_requests + 1)
+    starts = np.array(all_starts[: n_requests + 1], dtype=np.int64)
     n_rows = int(starts[-1])
-    return StepRows(
-        tuple(batch.req_ids[:n_requests]), starts, _numbers(batch.input_ids, n_rows), _numbers(batch.positions, n_rows)
-    ).check(scheduled)
-
-
-def _numbers(values: Any, n: int) -> Ints:
-    """Return a copy of the first `n`: the runner reuses the memory."""
-    first = values[:n]
-    return np.array(first.cpu().numpy() if hasattr(first, "cpu") else first, dtype=np.int64)
+    both = torch.stack([ids[:n_rows].long(), positions[:n_rows].long()]).cpu().numpy()
+    return StepRows(tuple(batch.req_ids[:n_requests]), starts, both[0], both[1]).check(scheduled)
 
 
 @dataclass
@@ -85,7 +77,7 @@ class RequestRows:
 
     - `ids`: of the columns so far
     - `known`: the sequence as the engine last reported it
-    - `n_cached`: columns from the prefix cache
+    - `n_cached`: columns from the prefix cache; `begins_at`: how many at its beginning
     - `n_again`: rows placed before, and rejected drafts
     - `unseen`: why it is not scored from now on
     - `drafts`: of the newest step
@@ -97,6 +89,7 @@ class RequestRows:
     ids: list[int]
     known: list[int]
     n_cached: int = 0
+    begins_at: int = 0
     n_again: int = 0
     unseen: str = ""
     drafts: list[tuple[int, int, int]] = field(default_factory=list)  # column, row, id
@@ -197,10 +190,8 @@ class Placing:
             raise AlignmentError(f"request {request} begins, and is under way")
         if not 0 <= n_cached < len(ids):
             raise AlignmentError(f"request {request}: {n_cached} of {len(ids)} tokens of its prompt are cached")
-        rows = RequestRows(
-            request, ids, SequenceColumns(len(ids)), ids[:n_cached].tolist(), ids.tolist(), n_cached=n_cached
-        )
-        rows.call.begin(n_cached, 1)
+        rows = RequestRows(request, ids, SequenceColumns(len(ids)), [], ids.tolist(), begins_at=n_cached)
+        rows.call.begin(0, 1)
         self.live[request] = rows
         return rows
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Sequence
 
 from probemon.errors import ConfigError
 from probemon.ops.vllm.client import VllmClient
+from probemon.ops.vllm.plugin import watch_engines
 
 ROUTES = "probemon.ops.vllm.routes.Routes"
 _OURS = {  # set by the command, and why
@@ -38,24 +38,16 @@ def _begins(name: str, option: str) -> bool:
     return len(name) > len("--") and name.startswith("--") and option.startswith(name)
 
 
-def server_arguments(
-    client: VllmClient, model: str, name: str, host: str, port: int, token: str | None, more: Sequence[str]
-) -> list[str]:
+def server_arguments(model: str, name: str, host: str, port: int, token: str | None, more: Sequence[str]) -> list[str]:
     """Return the arguments of `vllm serve`. `name`: for clients; `more`: the user's."""
-    engine = client.engine_arguments()
     arguments = [model, "--served-model-name", name, "--host", host, "--port", str(port), "--middleware", ROUTES]
-    arguments += ["--worker-cls", engine["worker_cls"], "--additional-config", json.dumps(engine["additional_config"])]
-    for processor in engine.get("logits_processors", ()):
-        arguments += ["--logits-processors", processor]
-    if not engine["async_scheduling"]:
-        arguments.append("--no-async-scheduling")
     if token is not None:
         arguments += ["--api-key", token]
     return [*arguments, *more]
 
 
-def run_server(arguments: Sequence[str]) -> None:
-    """Run vLLM's server until a signal ends it. Raises `ConfigError` for unknown arguments."""
+def run_server(client: VllmClient, arguments: Sequence[str]) -> None:
+    """Run vLLM's server, its engine watched, until a signal ends it. Raises `ConfigError` for unknown arguments."""
     if os.environ.get("VLLM_USE_RUST_FRONTEND", "0") not in ("", "0"):
         raise ConfigError("VLLM_USE_RUST_FRONTEND is set: vLLM's other front end has no place for routes, so unset it")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
@@ -63,6 +55,7 @@ def run_server(arguments: Sequence[str]) -> None:
 
     parser, command, set_up = serve_command()
     set_up()
+    watch_engines(client)
     try:
         parsed = parser.parse_args(["serve", *arguments])
     except SystemExit as ended:

@@ -8,6 +8,7 @@ of tensor parallelism.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 from dataclasses import asdict
@@ -23,11 +24,20 @@ from probemon.host.compatibility import check_host
 from probemon.manager import DynamicProbeManager
 from probemon.ops.vllm import internals
 from probemon.ops.vllm.channel import Channel
-from probemon.ops.vllm.engine_canary import TOLERANCES, canary_ids, canary_way, judge, judge_alone, reference_states
+from probemon.ops.vllm.engine_canary import (
+    TOLERANCES,
+    canary_prompts,
+    canary_way,
+    judge,
+    judge_alone,
+    judge_scores,
+    reference_states,
+)
 from probemon.ops.vllm.engine_watch import EngineWatch
+from probemon.ops.vllm.kept_scores import KeptScores
 from probemon.ops.vllm.layer_states import HOOKS, LayerStates
 from probemon.ops.vllm.messages import CHANNEL_VARIABLE, Hello, WorkerSettings
-from probemon.ops.vllm.refusals import check_engine
+from probemon.ops.vllm.refusals import check_engine, is_tested
 from probemon.ops.vllm.rows import StepRows
 from probemon.ops.vllm.step_stops import STOPS
 from probemon.ops.vllm.watched import open_manager
@@ -35,7 +45,6 @@ from probemon.util.host_memory import host_memory
 
 Worker = internals.worker_class()
 LOG = logging.getLogger("probemon")
-_CANARY = "probemon-canary"
 
 
 class ProbeWorker(Worker):  # type: ignore[misc,valid-type]
@@ -64,25 +73,21 @@ class ProbeWorker(Worker):  # type: ignore[misc,valid-type]
         self._canary, self._why = self._canary_way()  # the engine has all its memory by now
         devices = [] if self.device.type == "cpu" else [self.device]
         with torch.random.fork_rng(devices):  # keeps later samples unchanged
-            ids = canary_ids(self.model_config.get_vocab_size())
-            taken = {} if self._canary == "off" else self._run_canary(ids)
+            prompts = canary_prompts(self.model_config.get_vocab_size())
+            taken = {} if self._canary == "off" else self._run_canary(prompts)
             if self.rank % self.parallel_config.tensor_parallel_size == 0:
-                self._begin(ids, taken)
+                self._begin(prompts, taken)
         return warmed_up
 
     def execute_model(self, scheduler_output: Any) -> Any:
         """Run and score a step."""
-        if self._watch is None:
-            return super().execute_model(scheduler_output)
-        self._watch.begin_step(scheduler_output)
+        if self._watch is not None:
+            self._watch.begin_step(scheduler_output)
         output = super().execute_model(scheduler_output)
-        STOPS.rows = []
         if scheduler_output.total_num_scheduled_tokens:
-            drafts = {name: len(ids) for name, ids in scheduler_output.scheduled_spec_decode_tokens.items()}
-            try:
-                STOPS.rows = self._watch.step(self._rows(scheduler_output), drafts, self._taken())
-            except Exception as error:  # only these are unseen from now on: raising would end all requests
-                self._watch.lose(list(scheduler_output.num_scheduled_tokens), error)
+            STOPS.rows = [] if self._watch is None else self._score(self._watch, scheduler_output)
+            if self._settings.stop and self.parallel_config.tensor_parallel_size > 1:  # every rank samples
+                STOPS.rows = internals.told_by_first_rank(STOPS.rows)
         return output
 
     def sample_tokens(self, grammar_output: Any) -> Any:
@@ -116,6 +121,15 @@ class ProbeWorker(Worker):  # type: ignore[misc,valid-type]
     def _rows(self, scheduled: Any) -> StepRows:
         return internals.step_rows(self.model_runner, scheduled.num_scheduled_tokens)
 
+    def _score(self, watch: EngineWatch, scheduled: Any) -> list[int]:
+        """Score a step; return the rows that end."""
+        drafts = {name: len(ids) for name, ids in scheduled.scheduled_spec_decode_tokens.items()}
+        try:
+            return watch.step(self._rows(scheduled), drafts, self._taken())
+        except Exception as error:  # only these are unseen from now on: raising would end all requests
+            watch.lose(list(scheduled.num_scheduled_tokens), error)
+            return []
+
     def _canary_way(self) -> tuple[str, str]:
         """Return the comparison and its reason (`canary_way`). Raises `ConfigError`."""
         n_bytes = sum(one.nbytes for one in self.model_runner.get_model().parameters())
@@ -133,26 +147,28 @@ class ProbeWorker(Worker):  # type: ignore[misc,valid-type]
             )
         return canary, why
 
-    def _run_canary(self, ids: list[int]) -> dict[str, Tensor]:
-        first, last = internals.one_request(self.model_runner, _CANARY, ids)
+    def _run_canary(self, prompts: dict[str, list[int]]) -> dict[str, Tensor]:
+        first, last = internals.new_requests(self.model_runner, prompts)
         super().execute_model(first)
         try:
             rows, taken = self._rows(first), self._taken()
-            if rows.ids.tolist() != ids:
+            spans = dict(zip(rows.requests, itertools.pairwise(rows.starts.tolist()), strict=True))
+            order = [row for name in prompts for row in range(*spans[name])]
+            if rows.ids[order].tolist() != [token for ids in prompts.values() for token in ids]:
                 raise Blind("vLLM's first forward did not run the tokens of the canary: its rows cannot be read")
-            taken = {site: states[: len(ids)].clone() for site, states in taken.items()}
+            taken = {site: states[order].clone() for site, states in taken.items()}
         finally:
             super().sample_tokens(None)
             super().execute_model(last)
         return taken
 
-    def _begin(self, ids: list[int], taken: dict[str, Tensor]) -> None:
+    def _begin(self, prompts: dict[str, list[int]], taken: dict[str, Tensor]) -> None:
         settings, model = self._settings, self.model_runner.get_model()
         address = settings.channel or os.environ.get(CHANNEL_VARIABLE, "")
         if not address:
             raise ConfigError(f"no address of a client: give channel, or {CHANNEL_VARIABLE}")
         manager = open_manager(settings, str(self.device))
-        figures = self._judge(manager, ids, taken)
+        figures = self._judge(manager, prompts, taken)
         channel = Channel(address, settings.high_water_mark)
         model_state = ModelState(
             model=type(model).__name__,
@@ -165,7 +181,10 @@ class ProbeWorker(Worker):  # type: ignore[misc,valid-type]
             devices=(str(self.device),),
             n_ranks=self.parallel_config.tensor_parallel_size,
         )
-        watch = EngineWatch(manager, settings, model_state, channel, model, self._tokenizer(manager))
+        kept = (
+            KeptScores(*internals.prefix_cache(self.model_runner)) if self.cache_config.enable_prefix_caching else None
+        )
+        watch = EngineWatch(manager, settings, model_state, channel, model, self._tokenizer(manager), kept)
         channel.send(
             lambda sequence: Hello(
                 sequence=sequence,
@@ -181,15 +200,23 @@ class ProbeWorker(Worker):  # type: ignore[misc,valid-type]
                 host=asdict(model_state),
                 canary=figures,
                 canary_way=f"{self._canary}: {self._why}" if self._why else self._canary,
-                n_drafts=self.vllm_config.num_speculative_tokens,
+                n_ahead=self.vllm_config.num_speculative_tokens
+                + bool(self.vllm_config.scheduler_config.async_scheduling),
             )
         )
         self._watch = watch
 
-    def _judge(self, manager: DynamicProbeManager, ids: list[int], taken: dict[str, Tensor]) -> dict[str, Any]:
-        """Compare states with transformers, and the weights with the packs'."""
+    def _judge(
+        self, manager: DynamicProbeManager, prompts: dict[str, list[int]], taken: dict[str, Tensor]
+    ) -> dict[str, Any]:
+        """Compare states with transformers, the weights with the packs', and scores in an untried version."""
         deployment = manager.deployment
         if self._canary != "weights":
+            if self._settings.untried_version and not is_tested(vllm.__version__):
+                raise ConfigError(
+                    f"vLLM {vllm.__version__} is untried, and scores are to be compared with those of transformers"
+                    " (canary='weights')" + f", and {self._why}" * bool(self._why)
+                )
             if deployment is not None and deployment.content.get("host"):
                 raise ConfigError(
                     "the deployment names its host, which is only compared with canary='weights'"
@@ -205,7 +232,11 @@ class ProbeWorker(Worker):  # type: ignore[misc,valid-type]
         if deployment is not None:
             deployment.check_host(manager.pack, model)
         tolerance = None if config.quantization else TOLERANCES.get(config.dtype, 0.1)
-        return judge(taken, reference_states(model, ids), tolerance)
+        reference = reference_states(model, prompts.values())
+        figures = judge(taken, reference, tolerance)
+        if not is_tested(vllm.__version__):
+            figures["scores"] = judge_scores(manager, taken, reference)
+        return figures
 
     def _tokenizer(self, manager: DynamicProbeManager) -> Any:
         deployment = manager.deployment

@@ -2,10 +2,14 @@
 
     PYTHONPATH=scripts/benchmarks/triton_on_cpu python ...       # imported at every start of Python
 
-Every kernel of V2 then runs as NumPy, line by line: slow, and exact. Nothing of vLLM is changed.
+Every kernel of V2 then runs as NumPy, line by line: slow, and exact. Of vLLM one line is undone: its platform of CPUs
+switches off asynchronous scheduling, which GPUs have.
 """
 
+import importlib.abc
+import importlib.machinery
 import os
+import sys
 
 os.environ["TRITON_INTERPRET"] = "1"
 os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "1"
@@ -43,4 +47,30 @@ def _use_interpreter() -> None:
     InterpreterBuilder.create_masked_store = create_masked_store
 
 
+class _KeepAsync(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Leaves asynchronous scheduling as it was asked for, once vLLM's platform of CPUs is imported."""
+
+    def find_spec(self, name, path, target=None):
+        if name != "vllm.platforms.cpu":
+            return None
+        self._spec = importlib.machinery.PathFinder.find_spec(name, path)
+        return importlib.machinery.ModuleSpec(name, self, origin=self._spec.origin)
+
+    def create_module(self, spec):
+        return None
+
+    def exec_module(self, module):
+        module.__file__ = self._spec.origin
+        self._spec.loader.exec_module(module)
+        update = module.CpuPlatform.check_and_update_config.__func__
+
+        def check_and_update_config(cls, config):
+            wanted = config.scheduler_config.async_scheduling
+            update(cls, config)
+            config.scheduler_config.async_scheduling = wanted
+
+        module.CpuPlatform.check_and_update_config = classmethod(check_and_update_config)
+
+
 _use_interpreter()
+sys.meta_path.insert(0, _KeepAsync())

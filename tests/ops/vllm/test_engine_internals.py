@@ -37,7 +37,7 @@ def test_both_runners_keep_the_state_of_a_step():
     assert {"req_ids", "num_reqs", "query_start_loc_np", "input_ids", "positions"} <= set(InputBatch.__annotations__)
 
 
-def test_a_request_of_ones_own_and_its_end():
+def test_requests_of_ones_own_and_their_end():
     class Runner:
         class kv_cache_config:
             class Group:
@@ -46,10 +46,12 @@ def test_a_request_of_ones_own_and_its_end():
 
             kv_cache_groups = (Group,)
 
-    first, last = internals.one_request(Runner, "canary", list(range(9)))
-    [new] = first.scheduled_new_reqs
-    assert (new.prompt_token_ids, new.block_ids) == (list(range(9)), ([1, 2, 3],))
-    assert first.num_scheduled_tokens == {"canary": 9} and last.finished_req_ids == {"canary"}
+    first, last = internals.new_requests(Runner, {"a": list(range(9)), "b": [7]})
+    news = [(new.req_id, new.prompt_token_ids, new.block_ids) for new in first.scheduled_new_reqs]
+    assert news == [("a", list(range(9)), ([1, 2, 3],)), ("b", [7], ([4],))]
+    assert first.num_scheduled_tokens == {"a": 9, "b": 1} and last.finished_req_ids == {"a", "b"}
+    Runner.kv_cache_config.num_blocks = 10
+    assert internals.prefix_cache(Runner) == (4, 10)
 
 
 def test_what_was_sampled_is_read_from_outputs_of_both_runners():

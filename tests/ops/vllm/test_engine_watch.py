@@ -101,21 +101,24 @@ def test_engine_scores_equal_those_of_a_document(probes, seed, drafts):
     for request in engine.requests:
         found = told_of(messages, request.name)
         tokens, n_prompt = engine.final(request), len(request.prompt)
-        assert [column for column, *_ in found] == list(range(request.n_cached, request.n_cached + len(found)))
-        assert [token for _, token, *_ in found] == tokens[request.n_cached : request.n_cached + len(found)]
+        assert [column for column, *_ in found] == list(range(len(found)))
+        assert [token for _, token, *_ in found] == tokens[: len(found)]
+        cached = set(range(request.n_cached)) if found else set()
         if request.begun:
-            assert ends[request.name].n_columns == request.n_cached + len(found)
-            assert ends[request.name].n_cached == request.n_cached + len(request.reused)
+            assert ends[request.name].n_columns == len(found)
+            assert ends[request.name].n_cached == len(cached) + len(request.reused)
         unseen = {column for column, _, _, message, i in found if message.scores.coverage.unseen[i]}
-        assert unseen == {column for column in request.reused if column >= request.n_cached}
+        assert unseen == cached | request.reused
         for column, _, _, message, i in found:
             assert message.scores.coverage.unseen[i] == (CACHED if column in unseen else "")
-        if unseen or not found:
+        if request.reused or not found:
             continue
-        hidden = states_of(request.name, range(request.n_cached, request.n_cached + len(found)))
-        expected = manager.score_tokens(hidden, max(0, min(n_prompt - request.n_cached, len(found))))
+        hidden = states_of(request.name, range(len(found)))
+        expected = manager.score_tokens(hidden, min(n_prompt, len(found)))
         for t, (_, _, phase, message, i) in enumerate(found):
-            assert phase == (GENERATED if t + request.n_cached >= n_prompt else 0)
+            assert phase == (GENERATED if t >= n_prompt else 0)
+            if t in unseen:
+                continue
             assert message.scores.active(i).tolist() == expected.active(t).tolist()
             assert message.scores.active_scores(i).tolist() == expected.active_scores(t).tolist()
             assert message.scores.fired(i).tolist() == expected.fired(t).tolist()
@@ -153,7 +156,9 @@ def test_request_with_an_adapter_is_reported_as_unseen(probes):
     watch = EngineWatch(
         DynamicProbeManager(probes), WorkerSettings(packs=("p",), sites=SITES), HOST, sent, torch.nn.Identity()
     )
-    new = SimpleNamespace(req_id="a", prompt_token_ids=[1, 2], num_computed_tokens=0, lora_request=object())
+    new = SimpleNamespace(
+        req_id="a", prompt_token_ids=[1, 2], num_computed_tokens=0, lora_request=SimpleNamespace(lora_name="x")
+    )
     none = SimpleNamespace(resumed_req_ids=set(), all_token_ids={})
     watch.begin_step(SimpleNamespace(finished_req_ids=set(), scheduled_new_reqs=[new], scheduled_cached_reqs=none))
     rows = StepRows(("a",), np.array([0, 2]), np.array([1, 2]), np.array([0, 1]))
@@ -192,10 +197,12 @@ def test_audited_tokens_of_requests_are_the_sampled_ones(probes, rate):
         found = told_of(messages, request.name)
         if request.reused or not found:
             continue
-        columns = range(request.n_cached, request.n_cached + len(found))
-        every = manager.score_all(states_of(request.name, columns)).numpy()
+        every = manager.score_all(states_of(request.name, range(len(found)))).numpy()
         for t, (_, _, _, message, i) in enumerate(found):
             coverage = message.scores.coverage
+            if t < request.n_cached:
+                assert not coverage.audited[i]
+                continue
             n_tokens, n_audited = n_tokens + 1, n_audited + int(coverage.audited[i])
             firing = int((every[t] > manager.pack.alert_threshold.numpy()).sum())
             assert coverage.firing[i] == (firing if coverage.audited[i] else 0)

@@ -8,9 +8,18 @@ import pytest
 import torch
 from torch import nn
 
+import grouped_packs
 from conftest import make_model
+from probemon import DynamicProbeManager
 from probemon.errors import AlignmentError, Blind, ConfigError, UnsupportedModel
-from probemon.ops.vllm.engine_canary import canary_ids, canary_way, judge, judge_alone, reference_states
+from probemon.ops.vllm.engine_canary import (
+    canary_prompts,
+    canary_way,
+    judge,
+    judge_alone,
+    judge_scores,
+    reference_states,
+)
 from probemon.ops.vllm.layer_states import AUXILIARY, HOOKS, LayerStates
 
 SITES = ("resid_post.2", "resid_post.0")  # not ascending: the order is the packs'
@@ -97,17 +106,17 @@ def test_step_that_ran_no_hook_is_an_error():
 @pytest.fixture(scope="module")
 def reference():
     model = make_model()
-    ids = canary_ids(model.config.vocab_size)
-    return reference_states(model, ids), model, ids
+    prompts = list(canary_prompts(model.config.vocab_size).values())
+    return reference_states(model, prompts), model, prompts
 
 
 def test_reference_equals_transformers_hidden_states_of_each_layer(reference):
-    states, model, ids = reference
+    states, model, prompts = reference
     with torch.no_grad():
-        hidden = model(torch.tensor([ids]), output_hidden_states=True).hidden_states
+        of_each = [model(torch.tensor([ids]), output_hidden_states=True).hidden_states for ids in prompts]
     assert len(states) == model.config.num_hidden_layers
     for layer in range(len(states) - 1):  # the last entry of transformers' is normalised
-        assert torch.equal(states[layer], hidden[layer + 1][0].float())
+        assert torch.equal(states[layer], torch.cat([hidden[layer + 1][0].float() for hidden in of_each]))
 
 
 def test_states_of_the_right_layer_pass(reference):
@@ -127,6 +136,16 @@ def test_states_of_other_weights_are_detected(reference):
     states, *_ = reference
     with pytest.raises(Blind, match="apart from those of transformers"):
         judge({"resid_post.1": states[1] * 1.01}, states, 1e-3)
+
+
+def test_scores_of_other_rows_are_detected_where_a_version_is_untried(reference, tmp_path):
+    states, *_ = reference
+    grouped_packs.write(tmp_path / "pack", (), torch.float32, sites=("resid_post.1",))
+    manager = DynamicProbeManager(str(tmp_path / "pack"))
+    figures = judge_scores(manager, {"resid_post.1": states[1] * (1 + 1e-6)}, states)
+    assert figures["score_difference_max"] < 1e-3
+    with pytest.raises(Blind, match="this version of vLLM is not read right"):
+        judge_scores(manager, {"resid_post.1": states[1].roll(1, 0)}, states)
 
 
 @pytest.mark.parametrize("spoil", ["nan", "same", "twice"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from types import SimpleNamespace
 
 import pytest
@@ -51,7 +52,7 @@ def test_plain_engine_of_a_tested_version_is_accepted():
 
 @pytest.mark.parametrize("version", ["0.33.0", "0.31.0", "0.32.1", "0.32.0rc1"])
 def test_untested_version_is_refused_and_tested_ones_are_named(version):
-    with pytest.raises(UnsupportedModel, match=rf"vLLM {version} is not tested .* only 0\.32\.0"):
+    with pytest.raises(UnsupportedModel, match=rf"vllm {version} is not tested .* only 0\.32\.0"):
         check_engine(config(), version, SETTINGS)
 
 
@@ -84,23 +85,28 @@ def test_sites_other_than_residual_streams_are_refused():
         check_engine(config(), "0.32.0", WorkerSettings(packs=("p",), sites=("attn_out.1",)))
 
 
-@pytest.mark.parametrize(
-    ("changes", "error"),
-    [
-        ({"speculative_config": SimpleNamespace(method="ngram")}, ConfigError),
-        ({"parallel_config": {"tensor_parallel_size": 2}}, UnsupportedModel),
-    ],
-)
-def test_stops_inside_the_step_are_refused_with_drafts_or_sampling_ranks(changes, error):
-    with pytest.raises(error, match="stop"):
-        check_engine(config(**changes), "0.32.0", WorkerSettings(packs=("p",), sites=("resid_post.1",), stop=True))
+def test_stops_inside_the_step_are_refused_with_drafts():
+    settings = WorkerSettings(packs=("p",), sites=("resid_post.1",), stop=True)
+    with pytest.raises(ConfigError, match="stop"):
+        check_engine(config(speculative_config=SimpleNamespace(method="ngram")), "0.32.0", settings)
+    check_engine(config(parallel_config={"tensor_parallel_size": 2}), "0.32.0", settings)
+
+
+def test_asynchronous_scheduling_is_taken_with_runner_v2():
+    engine = config(scheduler_config={"async_scheduling": True})
+    engine.use_v2_model_runner = True
+    check_engine(engine, "0.32.0", SETTINGS)
+
+
+def test_untried_version_is_taken_if_that_is_said():
+    check_engine(config(), "0.99.0", dataclasses.replace(SETTINGS, untried_version=True))
 
 
 @pytest.mark.parametrize(
     ("given", "says"),
     [
         ({}, ""),
-        ({"lora_request": object()}, "LoRA"),
+        ({"lora_request": SimpleNamespace(lora_name="mine")}, "LoRA adapter 'mine'"),
         ({"mm_features": [1]}, "images"),
         ({"prompt_embeds": object(), "prompt_token_ids": None}, "embeddings"),
     ],

@@ -25,7 +25,7 @@ from probemon.ops.vllm.channel import Channel
 from probemon.ops.vllm.client import VllmClient
 from probemon.ops.vllm.engine_run import process_metrics
 from probemon.ops.vllm.installed import check_vllm
-from probemon.ops.vllm.messages import CONFIG_KEY, RuleMet
+from probemon.ops.vllm.messages import RuleMet
 from probemon.ops.vllm.remote import RemoteScores
 from probemon.ops.vllm.request_log import LOST
 from probemon.ops.vllm.routes import SERVED, Routes, ServedEngine
@@ -110,6 +110,8 @@ def test_route_reports_a_whole_answer_and_leaves_vllms_routes_alone(served, file
         "stopped_at": 2,
     }
     told = json.loads(ask(served, "/probemon/requests/chatcmpl-7")[1])
+    assert told["request"] == "chatcmpl-7"
+    [told] = told["choices"]
     assert [token["position"] for token in told["tokens"]] == [0, 1, 2]
     assert [token["phase"] for token in told["tokens"]] == ["prompt", "prompt", "generated"]
     assert told["tokens"][2]["fired"] == client.log_of("chatcmpl-7").as_message().tokens.scores.fired(2).tolist()
@@ -232,15 +234,12 @@ def test_rules_abort_answers_of_the_engine_that_the_server_has(file):
             SERVED.clear()
 
 
-def test_vllm_command_line_carries_the_watch_settings(file):
-    with VllmClient(file) as client:
-        arguments = server_arguments(client, "model", "tiny", "127.0.0.1", 8000, "key", ["--max-model-len", "64"])
-        assert arguments[0] == "model" and arguments[-2:] == ["--max-model-len", "64"]
-        config = json.loads(arguments[arguments.index("--additional-config") + 1])
-        assert config == {CONFIG_KEY: client.settings.as_config()}
-        assert arguments[arguments.index("--api-key") + 1] == "key"
-        assert arguments[arguments.index("--logits-processors") + 1].endswith("stop:StopRows")
-        assert "--no-async-scheduling" in arguments and arguments[1:3] == ["--served-model-name", "tiny"]
+def test_vllm_command_line_has_the_routes_and_the_key():
+    arguments = server_arguments("model", "tiny", "127.0.0.1", 8000, "key", ["--max-model-len", "64"])
+    assert arguments[0] == "model" and arguments[-2:] == ["--max-model-len", "64"]
+    assert arguments[arguments.index("--middleware") + 1] == "probemon.ops.vllm.routes.Routes"
+    assert arguments[arguments.index("--api-key") + 1] == "key"
+    assert arguments[1:3] == ["--served-model-name", "tiny"]
 
 
 @pytest.mark.parametrize(
@@ -266,7 +265,7 @@ def test_missing_or_untested_vllm_is_one_line_with_the_remedy(monkeypatch):
     with pytest.raises(MissingExtra, match=r"vllm_env\.sh"):
         check_vllm()
     monkeypatch.setattr(installed, "_PACKAGES", ("torch",))  # which is there, and of no version that was tried
-    with pytest.raises(UnsupportedModel, match=r"was tried with 0\.32\.0 alone"):
+    with pytest.raises(UnsupportedModel, match=r"only 0\.32\.0: .*--untried-version"):
         check_vllm()
 
 

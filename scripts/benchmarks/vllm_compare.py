@@ -179,6 +179,50 @@ def against_transformers(
     }
 
 
+def against_plain(host: Path, pack: Path, layer: int, answers: list[tuple[int, list[int], Any, int]]) -> dict[str, Any]:
+    """Compare scores with those of one plain forward of transformers over each finished text.
+
+    `answers`: length of the prompt, ids, a result and its row.
+    """
+    from transformers import AutoModelForCausalLM
+
+    from probemon import DynamicProbeManager
+
+    model = AutoModelForCausalLM.from_pretrained(host, dtype=torch.float32).eval()
+    manager = DynamicProbeManager(str(pack))
+    alert = manager.pack.alert_threshold.numpy()
+    most = 0.0
+    counts = dict.fromkeys(
+        ("answers", "tokens", "seen", "last", "cached", "cached_shown", "missing", "wrong", "flips", "far", "fired"), 0
+    )
+    for n_prompt, ids, result, row in answers:
+        at = np.flatnonzero(result.row == row)
+        scores = result.scores.take(at)
+        reasons = list(scores.coverage.unseen)
+        last, unknown = reasons.count(LAST), reasons.count(CACHED)
+        shown = int(scores.coverage.from_cache.sum())
+        plain = manager.score_tokens(reference(model, ids, layer), prompt_len=n_prompt)
+        seen = np.flatnonzero(scores.coverage.seen)
+        apart, flips, far, _, _, either = _differ(plain.take(seen), scores.take(seen), alert)
+        most = max(most, apart)
+        found = {
+            "answers": 1,
+            "tokens": len(at),
+            "seen": len(seen),
+            "last": last,
+            "cached": shown + unknown,
+            "cached_shown": shown,
+            "missing": len(at) - len(seen) - last - unknown,
+            "wrong": int((result.token_id[at] != np.array(ids)).sum()),
+            "flips": flips,
+            "far": far,
+            "fired": either,
+        }
+        for name, n in found.items():
+            counts[name] += n
+    return {**counts, "score_max_difference": most}
+
+
 def _differ(one: Any, other: Any, alert: np.ndarray) -> tuple[float, int, int, int, int, int]:
     """Return the largest difference of scores that both have; (token, probe) pairs that fire in one alone, and how many
     of these are not close to their threshold; pairs that agree, pairs, and those that fire in either.

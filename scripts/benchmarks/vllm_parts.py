@@ -169,6 +169,7 @@ def watched_run(
         "prompt_lengths": [len(ids) for ids in asked],
         "started_seconds": round(started, 1),
         "hello": None if hello is None else {"runner": hello.runner, "way": hello.way, "compiled": hello.compiled},
+        "n_ahead": None if hello is None else hello.n_ahead,
         "canary": None if hello is None else dict(hello.canary),
         "preemptions": metrics.get("vllm:num_preemptions"),
         "n_accepted": metrics.get("vllm:spec_decode_num_accepted_tokens", 0),

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from transformers import AutoTokenizer
 from vllm import SamplingParams
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.sampling_params import RequestOutputKind
@@ -31,7 +32,8 @@ from probemon.ops.vllm.held_answers import hold
 from probemon.ops.vllm.remote import RemoteScores
 from probemon.ops.vllm.rows import CACHED
 from probemon.tracking.recording import LAST
-from vllm_data import ROOT, cut_host, deployment, random_pack
+from vllm_compare import against_plain
+from vllm_data import ROOT, cut_host, deployment, prompts, random_pack
 
 PACK = ROOT / "probes/wordnet-smollm2-135m"
 N_SOAK, AT_ONCE = 1000, 24
@@ -191,14 +193,89 @@ def _grown(memory: list[tuple[int, float, float]]) -> dict[str, Any]:
     }
 
 
+def schedule(folder: Path) -> Any:
+    """Requests of 5 to 600 tokens, half behind shared prefixes, some repeated, n of 1 and 3, stop strings, every fifth
+    aborted, so few blocks that some are preempted: every token compared with a plain forward of transformers.
+    """
+    return asyncio.run(_schedule(folder))
+
+
+async def _schedule(folder: Path) -> Any:
+    whole = bundled_path()
+    tokenizer = AutoTokenizer.from_pretrained(whole)
+    random = np.random.default_rng(1)
+    asked = _prompts_of_schedule(tokenizer, random)
+    answers: list[tuple[int, list[int], Any, int]] = []  # length of the prompt, ids, result, its row
+    counts = dict.fromkeys(("requests", "aborted", "several", "at_stop_strings"), 0)
+    with VllmClient(packs=[str(PACK)]) as client:
+        arguments = {**_settings(folder), "model": str(whole), "max_model_len": 1024, "max_num_batched_tokens": 128}
+        arguments |= {"num_gpu_blocks_override": 10, "max_num_seqs": 8}
+        engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**client.engine_arguments(**arguments)))
+        at_once = asyncio.Semaphore(8)
+
+        async def one(i: int) -> None:
+            n, name = (3 if i % 6 == 1 else 1), f"schedule-{i}"
+            kind = RequestOutputKind.FINAL_ONLY if n == 3 else RequestOutputKind.CUMULATIVE
+            params = SamplingParams(
+                n=n,
+                temperature=0.8 if n == 3 else 0.0,  # the interpreter takes a second to sample
+                max_tokens=4 + i % 13,
+                stop=[" the", ","] if i % 4 == 2 else None,
+                include_stop_str_in_output=i % 8 == 2,
+                output_kind=kind,
+            )
+            abort_at, last = 1 + i % 7 if i % 5 == 3 and n == 1 else -1, None
+            async with at_once:
+                async for output in engine.generate({"prompt_token_ids": asked[i]}, params, name):
+                    last = output
+                    if len(output.outputs[0].token_ids) == abort_at:
+                        await engine.abort(name)
+                        break
+            counts["requests"] += 1
+            counts["several"] += n > 1
+            if abort_at > 0 and last is not None:  # its client has left, and asks for what ran
+                counts["aborted"] += 1
+                await asyncio.sleep(1)
+                result = client.result_of(name)
+                answers.append((len(asked[i]), result.token_id.tolist(), result, 0))
+                spoken = [*asked[i], *last.outputs[0].token_ids][: len(result.token_id)]
+                assert spoken == result.token_id.tolist()[: len(spoken)]
+                return
+            result = await asyncio.to_thread(client.result, last)
+            for row, answer in enumerate(last.outputs):
+                counts["at_stop_strings"] += isinstance(answer.stop_reason, str)
+                answers.append((len(asked[i]), [*asked[i], *answer.token_ids], result, row))
+
+        await asyncio.gather(*(one(i) for i in range(len(asked))))
+        preempted, hello = _preempted(), client.hello
+        engine.shutdown()
+    return {
+        "hello": None if hello is None else {"runner": hello.runner, "ahead": hello.n_ahead},
+        "counts": counts,
+        "preemptions": preempted,
+        **against_plain(whole, PACK, 15, answers),
+    }
+
+
+def _prompts_of_schedule(tokenizer: Any, random: Any) -> list[list[int]]:
+    [text] = prompts(tokenizer, (6000,))
+    shared, asked = [text[:48], text[100:260]], list[list[int]]()
+    for i in range(24):
+        if i % 7 == 6:
+            asked.append(asked[i // 2])
+            continue
+        n = int(random.integers(5, 601))
+        begin = int(random.integers(0, len(text) - n))
+        asked.append([*(shared[i // 2 % 2] if i % 2 else []), *text[begin : begin + n]][:600])
+    return asked
+
+
 def held(folder: Path) -> Any:
     """A held answer shows no token at which a rule stopped, inside the step and by an abort from outside."""
     return {stops: asyncio.run(_held(folder, stops)) for stops in ("in_step", "abort")}
 
 
 async def _held(folder: Path, stops: str) -> Any:
-    from transformers import AutoTokenizer
-
     whole = bundled_path()
     tokenizer = AutoTokenizer.from_pretrained(whole)
     rule = {"concepts": ["animal.n.01"], "above": 0.5, "action": "stop", "on_blind": "pass"}
@@ -266,6 +343,7 @@ def server(folder: Path) -> Any:
             model = _json(f"{address}/v1/models")["data"][0]["id"]
             remote = RemoteScores(address, SHOWN)
             replies = {words: _reply(address, remote, model, asked) for words, asked in ASKED.items()}
+            told = _told(address, remote, model)
             metrics = urllib.request.urlopen(f"{address}/probemon/metrics").read().decode()
             vllms = urllib.request.urlopen(f"{address}/metrics").read().decode()
             refused = ""
@@ -279,10 +357,85 @@ def server(folder: Path) -> Any:
     return {
         "ready": ready["status"],
         "replies": replies,
-        "exact": all(one["tokens"] > 0 and not one["missing"] for one in replies.values()),
+        "in_replies": told,
+        "exact": told["exact"] and all(one["tokens"] > 0 and not one["missing"] for one in replies.values()),
         "metrics": "probemon_tokens_total" in metrics and "vllm:" in vllms,
         "refused_ignore_eos": refused,
         "exit_status": status,
+    }
+
+
+def plugin(folder: Path) -> Any:
+    """`vllm serve` with a variable, read by OpenAI's own client: streams of two answers, a rule that stops, and a stop
+    string; each token's concepts are those of `/probemon/requests/ID`.
+    """
+    import openai
+
+    port, key = 8918, "a key of the check"
+    own = {name: value for name, value in os.environ.items() if name != "VLLM_ENABLE_V1_MULTIPROCESSING"}
+    own |= {"PROBEMON_DEPLOYMENT": str(SHOWN), "VLLM_PLUGINS": "probemon"}
+    command = [str(Path(sys.executable).with_name("vllm")), "serve", str(bundled_path()), "--served-model-name", "demo"]
+    command += ["--host", "127.0.0.1", "--port", str(port), "--api-key", key, "--max-model-len", "2048"]
+    address = f"http://127.0.0.1:{port}"
+    with (folder / "plugin.log").open("w") as log:
+        process = subprocess.Popen([*command, "--enforce-eager"], stdout=log, stderr=log, env=own, cwd=ROOT)
+        try:
+            _wait_for(f"{address}/probemon/readyz", process, 800)
+            client = openai.OpenAI(base_url=f"{address}/v1", api_key=key)
+            streams = {
+                words: _stream(client, address, key, **more)
+                for words, more in (
+                    ("two answers", {"n": 2, "temperature": 0.8, "seed": 2}),
+                    ("two answers, a stop string", {"n": 2, "temperature": 0.8, "seed": 3, "stop": [" and", ","]}),
+                )
+            }
+            try:
+                _json(f"{address}/probemon/requests")
+                open_to_all = True
+            except urllib.error.HTTPError as error:
+                open_to_all = error.code != 401
+        finally:
+            process.send_signal(signal.SIGTERM)
+            status = process.wait(60)
+    exact = all(one["exact"] for one in streams.values()) and not open_to_all
+    return {"streams": streams, "exact": exact, "open_without_key": open_to_all, "exit_status": status}
+
+
+def _stream(client: Any, address: str, key: str, **more: Any) -> Any:
+    chunks = client.chat.completions.create(
+        model="demo", messages=CHAT, max_tokens=24, stream=True, extra_body={"probemon": {}}, **more
+    )
+    tokens: dict[int, list[Any]] = {}
+    texts: dict[int, str] = {}
+    finished: dict[int, str] = {}
+    stopped, name = 0, ""
+    for chunk in chunks:
+        name = chunk.id
+        for choice in chunk.choices:
+            told = getattr(choice.delta, "probemon", None) or {}
+            tokens.setdefault(choice.index, []).extend(told.get("tokens", []))
+            texts[choice.index] = texts.get(choice.index, "") + (choice.delta.content or "")
+            if choice.finish_reason is not None:
+                finished[choice.index] = choice.finish_reason
+                stopped += choice.delta.probemon_summary["stopped_by"] is not None
+    request = urllib.request.Request(f"{address}/probemon/requests/{name}", headers={"Authorization": f"Bearer {key}"})
+    with urllib.request.urlopen(request) as answer:
+        kept = json.loads(answer.read())["choices"]
+    exact = len(kept) == len(tokens) == 2
+    for choice in kept:
+        by_column = {token["position"]: token for token in choice["tokens"]}
+        told = tokens[choice["index"]]
+        columns = [token["position"] for token in told]
+        exact &= columns == list(range(choice["n_prompt"], choice["n_prompt"] + len(columns)))
+        exact &= [bool(token["unseen"]) for token in told] == [False] * (len(told) - 1) + [True]
+        exact &= all(token["fired"] == by_column[token["position"]]["fired"] for token in told[:-1])
+    n_tokens = [len(tokens[i]) for i in sorted(tokens)]
+    return {
+        "tokens": n_tokens,
+        "finished": finished,
+        "stopped_by_a_rule": stopped,
+        "texts": texts,
+        "exact": bool(exact),
     }
 
 
@@ -297,6 +450,21 @@ def _reply(address: str, remote: RemoteScores, model: str, asked: dict[str, Any]
         "finished": [choice["finish_reason"] for choice in reply["choices"]],
         "at_stop_strings": [choice["stop_reason"] for choice in reply["choices"]],
     }
+
+
+def _told(address: str, remote: RemoteScores, model: str) -> Any:
+    """Ask for concepts in a reply of three answers; they are those of its scores."""
+    body = {"model": model, "messages": CHAT, "n": 3, "max_tokens": 16, "return_token_ids": True, **SAMPLED}
+    reply = _json(f"{address}/v1/chat/completions", {**body, "probemon": {"prompt": True}})
+    result = remote.result(reply)
+    exact, n = True, 0
+    for choice in reply["choices"]:
+        at = np.flatnonzero(result.row == choice["index"])
+        for token, i in zip(choice["message"]["probemon"]["tokens"], at.tolist(), strict=True):
+            exact &= token["fired"] == result.scores.fired(i).tolist()
+            exact &= token["token_id"] == int(result.token_id[i])
+            n += 1
+    return {"tokens": n, "exact": bool(exact)}
 
 
 def _wait_for(url: str, process: Any, seconds: float) -> Any:
@@ -316,4 +484,6 @@ def _json(url: str, body: Any = None) -> Any:
         return json.loads(answer.read())
 
 
-SERVED_PARTS: dict[str, Callable[[Path], Any]] = {one.__name__: one for one in (soak, plain_soak, held, server)}
+SERVED_PARTS: dict[str, Callable[[Path], Any]] = {
+    one.__name__: one for one in (soak, plain_soak, schedule, held, server, plugin)
+}

@@ -10,7 +10,7 @@ from typing import Any
 from probemon.errors import ConfigError, UnsupportedModel
 from probemon.ops.vllm.messages import WorkerSettings
 
-TESTED = ("0.32.0",)  # versions of vLLM
+TESTED = ("0.32.0", "0.33.0")  # versions of vLLM
 SPECULATIONS = ("ngram",)
 
 

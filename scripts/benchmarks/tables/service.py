@@ -59,20 +59,25 @@ def serving(found: dict[str, Any]) -> list[str]:
 
 _VLLM = {
     "tokens_wrong": "rows whose token is another than the output's",
-    "tokens_missing": "tokens without scores, but the last of each answer and those from the prefix cache",
-    "cached_unseen_exact": "tokens from the prefix cache are as many as vLLM says, request by request",
+    "tokens_missing": "tokens without scores, but the last of each answer",
+    "cached_counts_exact": "tokens from the prefix cache are as many as vLLM says, request by request",
+    "cached_scores_exact": "they have scores, bit for bit those of the forward that ran them",
     "state_rel_l2_max": "states in fp32 apart from those of transformers, relative, the most of any token",
     "fired_agreement": "(token, probe) pairs in bf16 that fire, or do not, as on transformers' states",
     "outputs_identical": "tokens and reasons to finish are those of the same engine without probemon",
-    "stop_exact": "rows that a rule stopped end with the token that met it and the end; others are as without",
+    "v2_stops": "rows that a rule stopped end with the token that met it and the end; others are as without",
     "ended_at_stop_strings": "answers that ended at a stop string, among those compared",
     "held_exact": "held answers show what was scored, and nothing from the token on that met the rule",
     "served_exact": "replies of this page's server, of each kind, have all their scores",
     "compiled_checked": "compiled, as vLLM is by default, on runner V1",
     "overhead_pct": "what scoring adds to a step of 8 rows, %",
     "canary_refused": "engines broken on purpose that did not start",
-    "drafts_exact": "drafts by n-grams, some of them accepted: every token has the scores of its own forward",
-    "runners": "every part ran on the model runner that it is listed for",
+    "v2_drafts": "drafts by n-grams, some of them accepted: every token has the scores of its own forward",
+    "v2": "every part ran on the model runner that it is listed for",
+    "asynchronous": "of V2 all ran with asynchronous scheduling but the drafts, where vLLM has none",
+    "schedule_exact": "the schedule below: 0 wrong, 0 missing, no firing apart, cached prompts seen, some preempted",
+    "client_streams_exact": "OpenAI's client streams two answers of `vllm serve`, each token with its concepts",
+    "ranks_stop_exact": "the same with two ranks of tensor parallelism, on runner V1",
     "soak_grown_mb": "growth of a process over the soak's second half, beyond vLLM alone under the same load, MB",
 }
 
@@ -92,7 +97,7 @@ def vllm(found: dict[str, Any]) -> list[str]:
     """What is claimed, the figure, the bar."""
     lines = ["| what | found | bar |", "|---|---|---|"]
     for name, claim in found["claims"].items():
-        if name.startswith("v1_"):
+        if name.startswith(("v1_", "newer_")):
             continue
         value = claim["value"]
         shown = f"{value:.1e}" if isinstance(value, float) and 0 < abs(value) < 1e-3 else f"{value:g}"
@@ -100,9 +105,10 @@ def vllm(found: dict[str, Any]) -> list[str]:
             shown = "yes" if value == 1 else "no"
         bar = {"0": "0", "1": "yes"}.get(claim["bar"], claim["bar"])
         lines.append(f"| {_VLLM[name]} | {shown} | {bar} |")
-    older = [claim for name, claim in found["claims"].items() if name.startswith("v1_")]
-    held = sum(claim["holds"] for claim in older)
-    lines.append(f"| of these, those that were tried on runner V1, and hold there | {held} | {len(older)} |")
+    for prefix, where in (("v1_", "on runner V1"), ("newer_", f"with vLLM {found['newer']}")):
+        others = [claim for name, claim in found["claims"].items() if name.startswith(prefix)]
+        held = sum(claim["holds"] for claim in others)
+        lines.append(f"| of these, those that were tried {where}, and hold there | {held} | {len(others)} |")
     return lines
 
 

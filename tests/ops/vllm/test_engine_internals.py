@@ -1,6 +1,8 @@
 """Each name that probemon reads inside vLLM exists; a failure names what a version moved. Needs vLLM's environment."""
 
+import dataclasses
 import inspect
+from importlib.metadata import entry_points
 from types import SimpleNamespace
 
 import numpy as np
@@ -10,6 +12,9 @@ import torch
 pytest.importorskip("vllm")
 
 from vllm.config import VllmConfig
+from vllm.engine.arg_utils import EngineArgs
+from vllm.plugins import DEFAULT_PLUGINS_GROUP, ENDPOINT_PLUGINS_GROUP
+from vllm.plugins.endpoint_plugins.interface import EndpointPlugin
 from vllm.sampling_params import SamplingParams
 from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 from vllm.v1.worker.gpu.input_batch import InputBatch
@@ -17,7 +22,7 @@ from vllm.v1.worker.gpu.sample.logits_processor import LogitsContext
 from vllm.v1.worker.gpu.sample.logits_processor import LogitsProcessor as ProcessorOfV2
 
 from probemon.errors import ConfigError
-from probemon.ops.vllm import internals
+from probemon.ops.vllm import internals, plugin
 from probemon.ops.vllm.step_stops import STOPS
 from probemon.ops.vllm.stop import StopRows
 
@@ -57,10 +62,8 @@ def test_requests_of_ones_own_and_their_end():
 def test_what_was_sampled_is_read_from_outputs_of_both_runners():
     output = ModelRunnerOutput(req_ids=["a", "b"], req_id_to_index={"a": 0, "b": 1}, sampled_token_ids=[[5], [6, 7]])
 
-    class Later(AsyncModelRunnerOutput):
-        def get_output(self):
-            return output
-
+    methods = {name: lambda _: output for name in AsyncModelRunnerOutput.__abstractmethods__}
+    Later = type("Later", (AsyncModelRunnerOutput,), methods)
     assert internals.sampled(output) == internals.sampled(Later()) == (output, {"a": 1, "b": 2})
 
 
@@ -88,3 +91,13 @@ def test_command_line_and_choice_of_a_runner():
     assert callable(command.cmd) and callable(set_up)
     assert internals.expected_runner()[0] in ("v1", "v2")
     assert "use_v2_model_runner" in dir(VllmConfig)
+
+
+def test_what_the_plugin_sets_of_an_engine_is_there():
+    assert {"worker_cls", "additional_config", "logits_processors", "_api_process_count"} <= {
+        field.name for field in dataclasses.fields(EngineArgs)
+    }
+    assert callable(EngineArgs.create_engine_config)
+    groups = (DEFAULT_PLUGINS_GROUP, ENDPOINT_PLUGINS_GROUP)
+    [watch], [endpoints] = ([one for one in entry_points(group=group) if one.name == "probemon"] for group in groups)
+    assert watch.load() is plugin.watch_engines and isinstance(endpoints.load()(), EndpointPlugin)

@@ -265,7 +265,7 @@ def test_missing_or_untested_vllm_is_one_line_with_the_remedy(monkeypatch):
     with pytest.raises(MissingExtra, match=r"vllm_env\.sh"):
         check_vllm()
     monkeypatch.setattr(installed, "_PACKAGES", ("torch",))  # which is there, and of no version that was tried
-    with pytest.raises(UnsupportedModel, match=r"only 0\.32\.0: .*--untried-version"):
+    with pytest.raises(UnsupportedModel, match=r"only 0\.32\.0, 0\.33\.0: .*--untried-version"):
         check_vllm()
 
 

@@ -31,4 +31,7 @@ echo "   4/4 probemon"
 # orjson is of vLLM 0.33 (scripts/vllm_newer.sh). vLLM's build for CPUs leaves this triton alone, unless scripts/benchmarks/triton_on_cpu is on PYTHONPATH.
 pip install -q -c constraints-vllm.txt triton cachetools jsonschema safetensors huggingface_hub packaging pyyaml rich tqdm typer numba pyarrow gguf accelerate prometheus-client msgpack pyzmq starlette uvicorn pytest orjson
 pip install -q --no-deps --no-build-isolation -e .
+# vLLM's command asks for a package of this name, and the build for CPUs has another.
+about=$("$venv/bin/python" -c "import sysconfig; print(sysconfig.get_path('purelib'))")/vllm-0.32.0+cpu.dist-info
+mkdir -p "$about"; printf 'Metadata-Version: 2.1\nName: vllm\nVersion: 0.32.0+cpu\n' > "$about/METADATA"
 echo "$stamp" > "$venv/.probemon-stamp"

@@ -459,7 +459,8 @@ def _told(address: str, remote: RemoteScores, model: str) -> Any:
     result = remote.result(reply)
     exact, n = True, 0
     for choice in reply["choices"]:
-        at = np.flatnonzero(result.row == choice["index"])
+        begin = len(reply["prompt_token_ids"]) if choice["index"] else 0  # the first one tells of the prompt
+        at = np.flatnonzero(result.row == choice["index"])[begin:]
         for token, i in zip(choice["message"]["probemon"]["tokens"], at.tolist(), strict=True):
             exact &= token["fired"] == result.scores.fired(i).tolist()
             exact &= token["token_id"] == int(result.token_id[i])

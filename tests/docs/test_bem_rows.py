@@ -1,4 +1,4 @@
-"""Every requested row is in docs/bem-rows.md once, and the files and tests it names exist."""
+"""Every requested row is in docs/decisions/bem-features.md once, and the files and tests it names exist."""
 
 import re
 from pathlib import Path
@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PAGE = (ROOT / "docs/bem-rows.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs/decisions/bem-features.md").read_text(encoding="utf-8")
 ROWS = {int(number): cells.split(" | ") for number, cells in re.findall(r"^\| (\d+) \| (.*) \|$", PAGE, re.MULTILINE)}
 NAMED = sorted(set(re.findall(r"`((?:tests|scripts|docs)/[^`]*)`", PAGE)))
 STATES = {"works", "partly", "measured out", "not ours"}

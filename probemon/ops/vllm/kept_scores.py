@@ -100,21 +100,18 @@ class KeptScores:
         """Return the scores of the next tokens of a request, which came from the cache; `reason` if not kept."""
         chain = self._chains.setdefault(request, _Chain())
         chain.whole &= column == len(chain.keys) * self.block_size and not chain.ids
-        parts, n_found = list[Scores](), 0
+        blocks: list[tuple[int, _Block | None]] = []  # number of tokens, and their block
         for at in range(0, len(ids) if chain.whole else 0, self.block_size):
             if at + self.block_size > len(ids):
                 chain.whole = False
                 break
             key = self._grow(chain, ids[at : at + self.block_size])
             block = self._running[key][0] if key in self._running else self._over.get(key)
-            if block is None:
-                parts.append(Scores.nothing(self.block_size, n_probes, reason, self._top_k))
-            else:
-                parts.append(_scores(block, n_probes, self._top_k))
+            blocks.append((self.block_size, block))
+            if block is not None:
                 self._use(chain, key, block)
-            n_found = at + self.block_size
-        parts.append(Scores.nothing(len(ids) - n_found, n_probes, reason, self._top_k))
-        return Scores.join(parts, n_probes, self._top_k)
+        n_rest = len(ids) - len(blocks) * self.block_size
+        return _joined([*blocks, (n_rest, None)], n_probes, reason, self._top_k)
 
     def release(self, request: str) -> None:
         """Forget a request. Its blocks are now the newest, the first of them last to go."""
@@ -163,15 +160,24 @@ def _block(scores: Scores, counts: npt.NDArray[np.int32], begin: int, end: int) 
     )
 
 
-def _scores(block: _Block, n_probes: int, top_k: int) -> Scores:
-    n = len(block.sizes)
-    coverage = Coverage.nothing(n, n_probes, "")
-    counts: dict[str, Any] = {name: block.counts[:, i].astype(np.int64) for i, name in enumerate(_COUNTS)}
+def _joined(blocks: Sequence[tuple[int, _Block | None]], n_probes: int, reason: str, top_k: int) -> Scores:
+    """Return the scores of tokens, which are unseen where there is no block."""
+    known = [block for _, block in blocks if block is not None]
+    lengths = [n for n, _ in blocks]
+    seen = np.repeat([block is not None for _, block in blocks], lengths)
+    sizes = np.zeros(len(seen), dtype=np.int64)
+    counts = np.zeros((len(seen), len(_COUNTS)), dtype=np.int64)
+    if known:
+        sizes[seen] = np.concatenate([block.sizes for block in known])
+        counts[seen] = np.concatenate([block.counts for block in known])
+    of_each: dict[str, Any] = {name: counts[:, i] for i, name in enumerate(_COUNTS)}
+    nothing = Coverage.nothing(len(seen), n_probes, reason)
+    unseen = tuple("" if one else reason for one in seen.tolist())
     return Scores(
-        ptr=np.concatenate([[0], np.cumsum(block.sizes)]).astype(np.int64),
-        probes=block.probes,
-        values=block.values,
-        fired_mask=block.fired,
-        coverage=dataclasses.replace(coverage, **counts, from_cache=np.ones(n, dtype=np.int64)),
+        ptr=np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64),
+        probes=np.concatenate([np.zeros(0, np.int32), *(block.probes for block in known)]),
+        values=np.concatenate([np.zeros(0, np.float32), *(block.values for block in known)]),
+        fired_mask=np.concatenate([np.zeros(0, bool), *(block.fired for block in known)]),
+        coverage=dataclasses.replace(nothing, unseen=unseen, from_cache=seen.astype(np.int64), **of_each),
         report_top_k=top_k,
     )

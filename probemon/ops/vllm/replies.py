@@ -112,7 +112,7 @@ class _Reply:
         self.client, self.watch = client, watch
         self.shown = shown_probes(client.manager, watch)
         self._asked_ids = bool(asked.get("return_token_ids"))
-        self._n = asked.get("n") or 1
+        self.n = asked.get("n") or 1
         prompt = asked.get("prompt")
         many = isinstance(prompt, list) and prompt and not isinstance(prompt[0], int)
         self._n_prompts = len(prompt or ()) if many else 1
@@ -148,7 +148,7 @@ class _Reply:
         index = choice["index"]
         if index not in self._choices:
             chat = "chat" in content.get("object", "")
-            names = names_of_request(content["id"], chat=chat, n_prompts=self._n_prompts, n=self._n)
+            names = names_of_request(content["id"], chat=chat, n_prompts=self._n_prompts, n=self.n)
             self._choices[index] = _Choice(self, index, names[index] if index < len(names) else content["id"])
         one = self._choices[index]
         prompt = choice.get("prompt_token_ids") or content.get("prompt_token_ids")
@@ -181,7 +181,8 @@ class _Choice:
             lambda ids: str(tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False))
         )
         self._spans: list[tuple[int, int]] = []
-        self._n_told, self._n_events, self._n_same = (0 if reply.watch.prompt else -1), 0, 0
+        tells_prompt = reply.watch.prompt and index % reply.n == 0  # once for all answers to a prompt
+        self._n_told, self._n_events, self._n_same = (0 if tells_prompt else -1), 0, 0
         self._log_found: RequestLog | None = None
 
     def take(self, choice: Mapping[str, Any], text: str) -> None:

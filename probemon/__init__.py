@@ -50,6 +50,7 @@ _MODULES = {
     "Ema": "core.aggregate",
     "Event": "monitor.rules",
     "JsonLinesSink": "monitor.sinks",
+    "KeepStates": "monitor.kept_states",
     "Max": "core.aggregate",
     "Mean": "core.aggregate",
     "MemorySink": "monitor.sinks",
@@ -67,6 +68,7 @@ _MODULES = {
     "Summary": "monitor.summary",
     "TokenEvent": "monitor.stream",
     "ZScore": "core.baselines",
+    "read_states": "monitor.kept_states",
     "summarise": "monitor.summary",
 }
 __all__ = [*_MODULES, "__version__"]

@@ -25,7 +25,7 @@ from probemon.core.hierarchy import Ints, Mask
 from probemon.core.memory_reads import Reading, with_texts
 from probemon.core.scores import PHASES, Coverage, ModelState, Scores
 from probemon.engine.audit import Audit
-from probemon.errors import AlignmentError, ConfigError
+from probemon.errors import AlignmentError, ConfigError, MissingExtra
 from probemon.packs.group import AnyPack, PackGroup
 from probemon.packs.strength import strength_of, strength_or_score
 from probemon.tracking.hand_loop import described
@@ -309,8 +309,22 @@ class Result:
             raise ConfigError(f"row {row} is not in this result: it has rows {sorted(set(self.row.tolist()))}")
         return np.asarray(chosen)
 
-    def to_arrow(self) -> Any:
+    def to_pandas(self) -> Any:
+        """Return `to_arrow(texts=True)` as a data frame. Needs pandas and the extra `corpus`.
+
+        result.to_pandas().query("fired").groupby("concept").strength.max()
+        """
+        try:
+            import pandas  # noqa: F401
+        except ImportError:
+            raise MissingExtra("to_pandas needs pandas: pip install pandas, or use to_arrow(texts=True)") from None
+        return self.to_arrow(texts=True).to_pandas()
+
+    def to_arrow(self, *, texts: bool = False) -> Any:
         """Return a `pyarrow.Table` with a row for each token and active concept. Needs the extra `corpus`.
+
+        `texts`: also the text of each token, the concept's path ("animal > mammal"), its alert threshold (null without
+        one), the strength of the score and whether it fires.
 
         Schema metadata `probemon`: unseen tokens and coverage totals.
         """
@@ -333,8 +347,23 @@ class Result:
             "concept": pa.DictionaryArray.from_arrays(pa.array(self.scores.probes), ids),
             "level": pa.array(self.pack.tree.level[self.scores.probes].astype(np.int16)),
             "score": pa.array(self.scores.values),
+            **(self._texts_of(pa) if texts else {}),
         }
         return pa.table(columns).replace_schema_metadata({"probemon": json.dumps(metadata)})
+
+    def _texts_of(self, pa: Any) -> dict[str, Any]:
+        token, probes = self.scores.state_of, self.scores.probes
+        by_token = [text for row in np.unique(self.row).tolist() for text in self.texts(self.tokens_of(row))]
+        used, places = np.unique(probes, return_inverse=True)
+        paths = pa.array([" > ".join(self.pack.path(probe)) for probe in used.tolist()], pa.string())
+        thresholds = self.pack.alert_threshold.numpy()[probes]
+        return {
+            "token": pa.array([by_token[at] for at in token.tolist()], pa.string()),
+            "path": pa.DictionaryArray.from_arrays(pa.array(places.astype(np.int32)), paths),
+            "threshold": pa.array(thresholds, mask=np.isnan(thresholds)),
+            "strength": pa.array(strength_of(self.scores.values, thresholds), from_pandas=True),
+            "fired": pa.array(self.scores.fired_mask),
+        }
 
     @property
     def deployment(self) -> str | None:

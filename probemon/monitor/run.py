@@ -11,6 +11,7 @@ Tokens go from a `Watcher` through a `TokenScorer` to a `Publisher`, which serve
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import warnings
 import weakref
@@ -38,6 +39,7 @@ from probemon.monitor.delivery import Delivery, SinkStats, as_follower
 from probemon.monitor.failures import MAX_KEPT, Failures, Guard
 from probemon.monitor.followers import Follower, Followers
 from probemon.monitor.health import Health, run_health
+from probemon.monitor.kept_states import KeepStates
 from probemon.monitor.lent_calls import LentCalls
 from probemon.monitor.publisher import Publisher, changed_within
 from probemon.monitor.result import Result, find_result
@@ -310,6 +312,20 @@ class MonitorRun:
 
     def _as_follower(self, candidate: Any) -> Follower:
         return as_follower(candidate, self._followers, self._calls.lend)
+
+    def keep_states(
+        self, to: str | os.PathLike[str], *, phase: str | None = None, max_bytes: int = 4 << 30
+    ) -> KeepStates:
+        """Write the hidden states at the packs' sites to a folder, until the run ends; return the follower.
+
+            run.keep_states("states/", phase="generated")
+            read_states("states/")["resid_post.15"]     # probemon.monitor.kept_states
+
+        Further sites: give a `KeepStates` to `attach`. Raises `ConfigError` for a folder that has states.
+        """
+        kept = KeepStates(to, phase=phase, max_bytes=max_bytes)
+        self.follow(kept)
+        return kept
 
     def _sites_of(self, follower: Follower) -> list[str | Site]:
         """Return further sites of a new follower."""

@@ -3,6 +3,7 @@
 import copy
 import gc
 import json
+import math
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -537,6 +538,32 @@ def test_arrow_table_holds_every_score_and_lists_unseen_tokens(manager, model):
     about = json.loads(table.schema.metadata[b"probemon"])
     assert about["unseen"] == [{"row": 0, "position": 9, "reason": "the last generated token is never run by the host"}]
     assert about["coverage"] == result.coverage.totals()
+
+
+def test_data_frame_has_texts_paths_thresholds_strengths_and_firing(manager, model):
+    with manager.attach(model) as run:
+        out = model.generate(torch.cat([PROMPT, PROMPT.flip(1)]), max_new_tokens=4, do_sample=False, **NO_EOS)
+    result, alert = run.result(out), manager.pack.alert_threshold.tolist()
+    frame = result.to_pandas()
+    assert {"row", "position", "token", "concept", "path", "score", "threshold", "strength", "fired"} <= set(frame)
+    texts = {row: result.texts(result.tokens_of(row)) for row in (0, 1)}
+    assert len(frame) == len(result.scores.values) and frame.fired.any() and not frame.fired.all()
+    lines = frame.to_dict("records")
+    for line in lines:
+        probe = manager.pack.find(line["concept"])
+        assert line["token"] == texts[line["row"]][line["position"]]
+        assert line["path"] == " > ".join(manager.pack.path(probe))
+        if math.isnan(alert[probe]):
+            assert math.isnan(line["threshold"]) and math.isnan(line["strength"])
+            continue
+        score, above = line["score"], alert[probe]
+        assert line["threshold"] == pytest.approx(above)
+        strength = math.log(score / (1 - score)) - math.log(above / (1 - above))
+        assert line["strength"] == pytest.approx(strength, abs=1e-4)
+    t = {(row, position): i for i, (row, position) in enumerate(zip(result.row, result.position, strict=True))}
+    for line in lines:
+        fired = result.scores.fired(t[line["row"], line["position"]])
+        assert line["fired"] == (manager.pack.find(line["concept"]) in fired)
 
 
 def test_missing_pyarrow_names_the_extra(manager, model, monkeypatch):

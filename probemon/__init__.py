@@ -26,7 +26,16 @@ if TYPE_CHECKING:
     from probemon.core.scores import Scores as Scores
     from probemon.errors import ProbemonError as ProbemonError
     from probemon.lab.corpora.analysis_folder import Analysis as Analysis
+    from probemon.lab.importers.generic import import_safetensors as import_safetensors
+    from probemon.lab.importers.generic import import_weights as import_weights
+    from probemon.lab.importers.hatcat import import_pack as import_pack
+    from probemon.lab.importers.saelens import import_sae as import_sae
+    from probemon.lab.importers.sklearn import import_estimators as import_estimators
+    from probemon.lab.training.collect import collect as collect
+    from probemon.lab.training.trainer import train as train
     from probemon.manager import DynamicProbeManager as DynamicProbeManager
+    from probemon.monitor.kept_states import KeepStates as KeepStates
+    from probemon.monitor.kept_states import read_states as read_states
     from probemon.monitor.result import Result as Result
     from probemon.monitor.rules import Event as Event
     from probemon.monitor.run import MonitorRun as MonitorRun
@@ -68,8 +77,15 @@ _MODULES = {
     "Summary": "monitor.summary",
     "TokenEvent": "monitor.stream",
     "ZScore": "core.baselines",
+    "collect": "lab.training.collect",
+    "import_estimators": "lab.importers.sklearn",
+    "import_pack": "lab.importers.hatcat",
+    "import_sae": "lab.importers.saelens",
+    "import_safetensors": "lab.importers.generic",
+    "import_weights": "lab.importers.generic",
     "read_states": "monitor.kept_states",
     "summarise": "monitor.summary",
+    "train": "lab.training.trainer",
 }
 __all__ = [*_MODULES, "__version__"]
 __version__ = "0.1.0"

@@ -22,13 +22,45 @@ RECURRENT = ("ssm_state", "delta")
 SITE = re.compile(r"(resid_post|attn_out|mlp_out|ssm_state|delta)\.(0|[1-9][0-9]{0,3})")
 
 
+# How others call sites: hooks of TransformerLens, and modules of transformers.
+_OTHER_NAMES = (
+    (re.compile(r"blocks\.(\d{1,4})\.hook_(resid_post|attn_out|mlp_out)"), "{1}.{0}"),
+    (re.compile(r"(?:[a-z_]+\.){0,3}(?:layers|h|blocks)\.(\d{1,4})(?:\.output)?"), "resid_post.{0}"),
+    (re.compile(r"(?:[a-z_]+\.){0,3}(?:layers|h|blocks)\.(\d{1,4})\.(?:self_attn|attn|attention)"), "attn_out.{0}"),
+    (re.compile(r"(?:[a-z_]+\.){0,3}(?:layers|h|blocks)\.(\d{1,4})\.(?:mlp|feed_forward)"), "mlp_out.{0}"),
+)
+_BEFORE = re.compile(r"blocks\.(\d{1,4})\.hook_resid_pre")  # what the block before left
+
+
+def as_site(name: str) -> str:
+    """`'blocks.15.hook_resid_post'`, `'model.layers.15'` -> `'resid_post.15'`; a site as it is, others unchanged.
+
+    `blocks.15.hook_resid_pre` is `resid_post.14`.
+    """
+    if not isinstance(name, str) or SITE.fullmatch(name):
+        return name
+    if (before := _BEFORE.fullmatch(name)) and int(before[1]):
+        return f"resid_post.{int(before[1]) - 1}"
+    for pattern, site in _OTHER_NAMES:
+        if match := pattern.fullmatch(name):
+            layer, *rest = match.groups()
+            return site.format(int(layer), *rest)
+    return name
+
+
 def parse_site(site: str) -> tuple[str, int]:
     """`'resid_post.15'` -> `('resid_post', 15)`. Raises `ConfigError`."""
     match = SITE.fullmatch(site) if isinstance(site, str) else None
     if match is None:
+        other = as_site(site)
         raise ConfigError(
-            f"site {site!r:.80} is not supported: expected resid_post.N, attn_out.N, mlp_out.N, ssm_state.N or delta.N,"
-            " N a 0-based layer of the model (0 to 9999)"
+            f"site {site!r:.80} is not supported: "
+            + (
+                f"write {other!r}"
+                if other != site
+                else "expected resid_post.N, attn_out.N, mlp_out.N, ssm_state.N or delta.N, N a 0-based layer of the"
+                " model (0 to 9999)"
+            )
         )
     return match.group(1), int(match.group(2))
 

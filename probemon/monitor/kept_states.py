@@ -23,6 +23,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from probemon.core.probes import as_site
 from probemon.core.scores import PHASES, Scores
 from probemon.errors import ConfigError
 from probemon.host.site import Site
@@ -61,7 +62,7 @@ class KeepStates(Follower):
         max_bytes: int = 4 << 30,
     ) -> None:
         self.folder = Path(to)
-        self._sites = None if sites is None else list(sites)
+        self._sites = None if sites is None else [as_site(site) for site in sites]
         self._phase = None if phase is None else check_choice("phase", phase, PHASES)
         self._max_bytes = check_count("max_bytes", max_bytes, least=1)
         self.n_kept = self.n_left_out = self.n_bytes = 0

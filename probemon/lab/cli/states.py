@@ -60,11 +60,11 @@ def states(
     as_json: opt.AsJson = False,
 ) -> None:
     """Write the hidden states of DATA in MODEL to files, token by token, with labels: for your own trainer."""
-    from probemon.core.probes import check_sites_once, parse_site
+    from probemon.core.probes import as_site, check_sites_once, parse_site
     from probemon.lab.training.collect import TABLE, collect
     from probemon.lab.training.examples import read_examples
 
-    chosen = [site.strip() for site in sites.split(",") if site.strip()]
+    chosen = [as_site(site.strip()) for site in sites.split(",") if site.strip()]
     for site in chosen:
         parse_site(site)
     if not chosen:

@@ -16,14 +16,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from probemon.core.dtypes import FLOATS
-from probemon.core.probes import NORMS, Architecture, is_recurrent, parse_site
+from probemon.core.probes import NORMS, Architecture, as_site, is_recurrent, parse_site
 from probemon.core.score_rules import INDEPENDENT
 from probemon.core.settings import CascadeConfig
 from probemon.errors import ImportRefused, UnknownSetting, closest
@@ -35,11 +35,36 @@ from probemon.util.checks import is_missing, is_number
 
 Layer = tuple[Tensor, Tensor]
 MAX_PACK_BYTES = 8 << 30  # of fp32 weights; in memory several times
-# Options of `write_stacked` that importers pass on.
+
+
+class ImportOptions(TypedDict, total=False):
+    """Options that importers share.
+
+    - `name`, `licence`: of the pack
+    - `model` (a hub name), `n_layers`, `adapters`: of the model that the probes are of, if known
+    - `eps`: of the normalisation
+    - `notes`: lines for the card
+    - `overwrite`: replace a pack that is there
+    - `dtype`: of the weights, "bf16" (rounded) or "fp32"; None: bf16 if all are, else fp32
+    """
+
+    name: str | None
+    licence: str
+    model: str | None
+    n_layers: int | None
+    eps: float
+    adapters: Sequence[str]
+    notes: Sequence[str]
+    overwrite: bool
+    dtype: str | None
+
+
+# Their classes.
 OPTIONS: dict[str, Any] = {
     "name": str | None, "licence": str, "model": str | None, "n_layers": int | None, "eps": int | float,
-    "adapters": list | tuple, "notes": list | tuple, "overwrite": bool,
+    "adapters": list | tuple, "notes": list | tuple, "overwrite": bool, "dtype": str | None,
 }  # fmt: skip
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 _NO_SCORE_ABOVE = 1 - 2**-25  # fp32 rounds this and more to 1
 
 
@@ -163,8 +188,13 @@ def _check_size(n_weights: int) -> None:
         )
 
 
-def stack(probes: Sequence[Classifier]) -> dict[str, Tensor]:
-    """Stack probes of one hidden size into tensors `[P, ...]`, widened. Raises `ImportRefused`."""
+def stack(probes: Sequence[Classifier], dtype: str | None = None) -> dict[str, Tensor]:
+    """Stack probes of one hidden size into tensors `[P, ...]`, widened; `dtype`: as in `write_flat`.
+
+    Raises `ImportRefused`.
+    """
+    if dtype not in (None, *DTYPES):
+        raise ImportRefused(f"dtype is {dtype!r:.40}: give {' or '.join(map(repr, DTYPES))}, or leave it out")
     if not probes:
         raise ImportRefused("there is no probe to import: the source is empty")
     for probe in probes:
@@ -176,9 +206,10 @@ def stack(probes: Sequence[Classifier]) -> dict[str, Tensor]:
     architecture = smallest_common([Architecture(probe.hidden_size, probe.hidden) for probe in probes])
     _check_size(len(probes) * architecture.parameters_per_probe())
     is_bf16 = all(weight.dtype == torch.bfloat16 for probe in probes for weight, _ in probe.layers)
+    written = DTYPES[dtype] if dtype is not None else torch.bfloat16 if is_bf16 else torch.float32
     stacked: dict[str, Tensor] = {}
     for i, probe in enumerate(probes):
-        for name, values in widen(_alone(probe, torch.bfloat16 if is_bf16 else torch.float32), architecture).items():
+        for name, values in widen(_alone(probe, written), architecture).items():
             if i == 0:
                 stacked[name] = values.new_empty(len(probes), *values.shape[1:])
             stacked[name][i] = values[0]
@@ -249,10 +280,14 @@ def write_flat(
     source: str,
     site: str | None = "",
     normalize: str | None,
+    dtype: str | None = None,
     **about: Any,
 ) -> ProbePack:
-    """Write probes as a pack and open it. `about`: of `write_stacked`, which raises the same."""
-    weights = stack(probes)
+    """Write probes as a pack and open it. `about`: of `write_stacked`, which raises the same.
+
+    `dtype`: of the weights, "bf16" (rounded) or "fp32"; None: bf16 if all are, else fp32
+    """
+    weights = stack(probes, dtype)
     places = [probe.site or site for probe in probes]
     concepts = [{"id": probe.id, "name": probe.id, "parents": [], **probe.fields} for probe in probes]
     alert = torch.tensor([probe.alert_threshold for probe in probes], dtype=torch.float32)
@@ -316,6 +351,7 @@ def write_stacked(
     """
     target = as_path(target, "the pack's folder")
     _check_norm(normalize)
+    sites = [None if site is None else as_site(site) for site in sites]
     for site in sites:
         if not site or not isinstance(site, str):
             raise ImportRefused(

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import numpy as np
 import torch
@@ -25,7 +25,7 @@ from torch import Tensor
 
 from probemon.core.probes import NORMS
 from probemon.errors import ImportRefused
-from probemon.lab.importers.flat import Classifier, Layer, check_options, check_total, linear, write_flat
+from probemon.lab.importers.flat import Classifier, ImportOptions, Layer, check_options, check_total, linear, write_flat
 from probemon.lab.importers.foreign_files import as_path, field, read_json, read_safetensors, tensor_of
 from probemon.packs.pack import ProbePack
 from probemon.util.files import sha256
@@ -39,40 +39,50 @@ def import_weights(
     probes: Mapping[str, Pair | Sequence[Pair]],
     target: str | Path,
     *,
-    site: str,
+    site: str | Mapping[str, str],
     normalize: str | None = None,
     groups: Mapping[str, Sequence[str]] | None = None,
-    **about: Any,
+    **about: Unpack[ImportOptions],
 ) -> ProbePack:
     """Write probes in memory as a pack.
 
+        import_weights({"whale": (w, 0.5)}, "my-pack", site="resid_post.15", normalize="none")
+
     - `probes`: by name, `(weight [D] or [1, D], bias)`, or a list of `(weight [out, in], bias [out])`, with ReLU
       between
-    - `site`: where the state is read
-    - `normalize`: of states (`none`, `layernorm`, `rmsnorm`); required
+    - `site`: where the state is read, as "resid_post.15" or "model.layers.15"; or a site for each name
+    - `normalize`: of states (`none`, `layernorm`, `rmsnorm`, the last two with `eps`); required
     - `groups`: names of probes by group, whose scores are a softmax
-    - `about`: `OPTIONS` of `probemon.lab.importers.flat`
+    - `about`: name, licence, model, n_layers, eps, adapters, notes, overwrite and dtype, see `ImportOptions`
 
     Raises `ImportRefused`, `UnknownSetting`.
     """
     check_options(import_weights, about, normalize=normalize)
     if not isinstance(probes, Mapping):
         raise ImportRefused(f"probes is a {type(probes).__name__}: give a dict, {{name: (weight, bias)}}")
+    if isinstance(site, Mapping) and (wrong := sorted(set(map(str, probes)) ^ set(map(str, site)))):
+        raise ImportRefused(f"site names other probes than there are ({', '.join(wrong)[:80]}): give one for each")
     group_of = _group_of(probes, groups)
     classifiers = []
     for name, layers in probes.items():
         try:
             if isinstance(layers, list):
                 pairs = [(_tensor(weight), _tensor(bias)) for weight, bias in layers]
-                classifiers.append(Classifier(name, pairs, group=group_of.get(name, "")))
+                classifiers.append(Classifier(name, pairs, group=group_of.get(name, ""), site=_site_of(site, name)))
             else:
                 weight, bias = layers  # type: ignore[misc]
-                classifiers.append(linear(name, _tensor(weight), _tensor(bias), group=group_of.get(name, "")))
+                more = {"group": group_of.get(name, ""), "site": _site_of(site, name)}
+                classifiers.append(linear(name, _tensor(weight), _tensor(bias), **more))
         except ImportRefused:
             raise
         except (TypeError, ValueError, RuntimeError) as error:
             raise ImportRefused(f"{name} is not (weight, bias), nor a list of them ({error})") from None
-    return write_flat(target, classifiers, source="weights in memory", site=site, normalize=normalize, **about)
+    one = "" if isinstance(site, Mapping) else site
+    return write_flat(target, classifiers, source="weights in memory", site=one, normalize=normalize, **about)
+
+
+def _site_of(site: str | Mapping[str, str], name: str) -> str:
+    return site[name] if isinstance(site, Mapping) else ""
 
 
 def _group_of(probes: Mapping[str, Any], groups: object) -> dict[str, str]:
@@ -105,7 +115,7 @@ def import_safetensors(
     mapping: str | Path | Mapping[str, Any],
     site: str | None = None,
     normalize: str | None = None,
-    **about: Any,
+    **about: Unpack[ImportOptions],
 ) -> ProbePack:
     """Write the probes of a safetensors file as a pack. `mapping`: a JSON file, or a dict.
 

@@ -8,10 +8,10 @@ With adapter_config.json, the head reads a model with that LoRA, loaded by PEFT 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Unpack
 
 from probemon.errors import ImportRefused
-from probemon.lab.importers.flat import check_options, linear, write_flat
+from probemon.lab.importers.flat import ImportOptions, check_options, linear, write_flat
 from probemon.lab.importers.foreign_files import as_path, field, only_tensors, tensor_of
 from probemon.lab.importers.weights import Folder, load_state_dict
 from probemon.packs.pack import ProbePack
@@ -26,12 +26,12 @@ def import_head(
     *,
     concept: str = "hallucination",
     normalize: str | None = None,
-    **about: Any,
+    **about: Unpack[ImportOptions],
 ) -> ProbePack:
     """Write the head in a folder as a pack, read at the layer that the folder states.
 
     - `normalize`: of states before the head (`none`, `layernorm`, `rmsnorm`); required
-    - `about`: `OPTIONS` of `probemon.lab.importers.flat`
+    - `about`: `ImportOptions` of `probemon.lab.importers.flat`
 
     Raises `ImportRefused`, `UnknownSetting`.
     """

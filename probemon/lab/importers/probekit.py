@@ -10,14 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from probemon.errors import ImportRefused
-from probemon.lab.importers.flat import Classifier, check_options, linear, write_flat
+from probemon.lab.importers.flat import Classifier, ImportOptions, check_options, linear, write_flat
 from probemon.lab.importers.foreign_files import as_path, field, read_json
 from probemon.packs.pack import ProbePack
 from probemon.util.files import sha256
@@ -27,13 +27,18 @@ _FLAT = 1e-12  # probekit.utils.normalization: smaller deviations count as 1
 
 
 def import_probes(
-    probes: Mapping[str, Any], target: str | Path, *, site: str, normalize: str | None = None, **about: Any
+    probes: Mapping[str, Any],
+    target: str | Path,
+    *,
+    site: str,
+    normalize: str | None = None,
+    **about: Unpack[ImportOptions],
 ) -> ProbePack:
     """Write `LinearProbe`s, or their `to_dict()`, as a pack, by name.
 
     - `site`: where the states were read
     - `normalize`: of states before probekit (`none`, `layernorm`, `rmsnorm`); required
-    - `about`: `OPTIONS` of `probemon.lab.importers.flat`
+    - `about`: `ImportOptions` of `probemon.lab.importers.flat`
 
     Raises `ImportRefused`, `UnknownSetting`.
     """
@@ -45,7 +50,13 @@ def import_probes(
 
 
 def import_collection(
-    collection: Any, names: Sequence[str], target: str | Path, *, site: str, normalize: str | None = None, **about: Any
+    collection: Any,
+    names: Sequence[str],
+    target: str | Path,
+    *,
+    site: str,
+    normalize: str | None = None,
+    **about: Unpack[ImportOptions],
 ) -> ProbePack:
     """Write a `ProbeCollection` as a pack; `names`: in its order. Otherwise as `import_probes`."""
     check_options(import_collection, about, normalize=normalize)
@@ -68,7 +79,12 @@ def import_collection(
 
 
 def import_file(
-    path: str | Path, target: str | Path, *, site: str, normalize: str | None = None, **about: Any
+    path: str | Path,
+    target: str | Path,
+    *,
+    site: str,
+    normalize: str | None = None,
+    **about: Unpack[ImportOptions],
 ) -> ProbePack:
     """Write a JSON file as a pack: `{name: to_dict()}`, or one `to_dict()`, named by the file.
 

@@ -10,13 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor
 
 from probemon.errors import ImportRefused
-from probemon.lab.importers.flat import Classifier, check_options, linear, write_flat
+from probemon.lab.importers.flat import Classifier, ImportOptions, check_options, linear, write_flat
 from probemon.lab.importers.foreign_files import MAX_BYTES, field, hashes, named_files, only_tensors, tensor_of
 from probemon.lab.importers.weights import load_plain
 from probemon.packs.pack import ProbePack
@@ -31,14 +31,14 @@ def import_files(
     *,
     site: str,
     normalize: str | None = None,
-    **about: Any,
+    **about: Unpack[ImportOptions],
 ) -> ProbePack:
     """Write probelab probes as a pack.
 
     - `source`: a file, a folder of `.pt`, or files by concept
     - `site`: where the states were read
     - `normalize`: of states before probelab (`none`, `layernorm`, `rmsnorm`); required
-    - `about`: `OPTIONS` of `probemon.lab.importers.flat`
+    - `about`: `ImportOptions` of `probemon.lab.importers.flat`
 
     Raises `ImportRefused`, `UnknownSetting`.
     """

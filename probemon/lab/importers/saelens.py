@@ -14,13 +14,13 @@ import operator
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor
 
 from probemon.errors import ImportRefused
-from probemon.lab.importers.flat import check_options, write_stacked
+from probemon.lab.importers.flat import ImportOptions, check_options, write_stacked
 from probemon.lab.importers.foreign_files import as_path, field, read_safetensors, site_of, tensor_of
 from probemon.lab.importers.weights import Folder
 from probemon.packs.pack import ProbePack
@@ -60,7 +60,7 @@ def import_sae(
     centered: bool | None = None,
     activation_scale: float | None = None,
     sharpness: float = 1.0,
-    **about: Any,
+    **about: Unpack[ImportOptions],
 ) -> ProbePack:
     """Write features of an SAE as a pack; probe `f17` is feature 17.
 
@@ -70,11 +70,11 @@ def import_sae(
       (TransformerLens)
     - `activation_scale`: factor of `expected_average_only_in`, which no file holds
     - `sharpness`: multiplies the logits, by 0.001 to 1,000
-    - `about`: `OPTIONS` of `probemon.lab.importers.flat`
+    - `about`: `ImportOptions` of `probemon.lab.importers.flat`
 
     Raises `ImportRefused`, `UnknownSetting`.
     """
-    check_options(import_sae, about, without=("eps", "notes"))
+    check_options(import_sae, about, without=("eps", "notes", "dtype"))
     if not isinstance(names, Mapping | None) or not all(isinstance(name, str) for name in (names or {}).values()):
         raise ImportRefused(
             f"names is {names!r:.80}: give a dict of names by number of feature, such as {{17: 'cats'}}"
@@ -165,7 +165,7 @@ def import_sae(
             "The encoder adds 1e-5 to a state's standard deviation, which a pack does not: logits differ by a share of"
             " 1e-5 / deviation."
         )
-    model_options = {
+    model_options: dict[str, Any] = {
         "model": settings.get("model_name") if isinstance(settings.get("model_name"), str) else None,
         **about,
     }

@@ -13,14 +13,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from probemon.errors import ImportRefused
-from probemon.lab.importers.flat import Classifier, Layer, check_options, write_flat
+from probemon.lab.importers.flat import Classifier, ImportOptions, Layer, check_options, write_flat
 from probemon.packs.pack import ProbePack
 
 # With a linear decision function, and with its sigmoid as probability.
@@ -45,13 +45,18 @@ _REST = "OneVsRestClassifier(...), which fits a probe for each class"
 
 
 def import_estimators(
-    estimators: Mapping[str, Any], target: str | Path, *, site: str, normalize: str | None = None, **about: Any
+    estimators: Mapping[str, Any],
+    target: str | Path,
+    *,
+    site: str,
+    normalize: str | None = None,
+    **about: Unpack[ImportOptions],
 ) -> ProbePack:
     """Write fitted estimators as a pack; names are concepts, or prefixes of classes (`name/class`).
 
     - `site`: where the states in `X` were read
     - `normalize`: of states before `X` (`none`, `layernorm` or `rmsnorm`); required
-    - `about`: `OPTIONS` of `probemon.lab.importers.flat`
+    - `about`: `ImportOptions` of `probemon.lab.importers.flat`
 
     Supported: logistic regression, linear discriminant analysis, SGD with log loss; linear SVMs and others with Platt
     scaling (one calibrator); MLPClassifier with ReLU, one or two hidden layers; one-vs-rest and several labels; all

@@ -13,10 +13,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 from probemon.errors import ImportRefused
-from probemon.lab.importers.flat import Classifier, check_options, linear, write_flat
+from probemon.lab.importers.flat import Classifier, ImportOptions, check_options, linear, write_flat
 from probemon.lab.importers.foreign_files import (
     field,
     hashes,
@@ -42,7 +42,7 @@ def import_files(
     method: str | None = None,
     bias: bool = True,
     site: str | None = None,
-    **about: Any,
+    **about: Unpack[ImportOptions],
 ) -> ProbePack:
     """Write steerkit probes as a pack.
 
@@ -51,7 +51,7 @@ def import_files(
     - `method`: direction (default: the file's)
     - `bias`: whether to add the file's
     - `site`: only checked
-    - `about`: `OPTIONS` of `probemon.lab.importers.flat`
+    - `about`: `ImportOptions` of `probemon.lab.importers.flat`
 
     Raises `ImportRefused`, `UnknownSetting`.
     """

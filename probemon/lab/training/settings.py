@@ -13,7 +13,7 @@ from typing import Any
 
 from probemon.core.aggregate import Aggregator, named
 from probemon.core.baselines import refuse_baseline
-from probemon.core.probes import check_sites_once, is_recurrent, parse_site
+from probemon.core.probes import as_site, check_sites_once, is_recurrent, parse_site
 from probemon.errors import ConfigError
 from probemon.host.chat_dates import CHAT_DATE, parse_date
 from probemon.lab.training.carriers import MOST
@@ -108,7 +108,7 @@ class TrainingSettings:
         entries: list[Any] = [self.layers] if isinstance(self.layers, int) else list(self.layers)
         if isinstance(self.layers, str):
             entries = [part.strip() for part in self.layers.split(",") if part.strip()]
-        sites = [str(entry) if "." in str(entry) else f"resid_post.{entry}" for entry in entries]
+        sites = [as_site(str(entry)) if "." in str(entry) else f"resid_post.{entry}" for entry in entries]
         for site in sites:
             if is_recurrent(site):
                 raise ConfigError(

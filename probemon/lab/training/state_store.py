@@ -29,7 +29,7 @@ from torch import Tensor
 
 from probemon.core.dtypes import code_of, of_dtype
 from probemon.core.hierarchy import Ints
-from probemon.core.probes import check_sites_once, is_recurrent
+from probemon.core.probes import as_site, check_sites_once, is_recurrent
 from probemon.errors import TrainingError
 from probemon.host.fingerprint import adapters_fingerprint, config_fingerprint, weights_fingerprint
 from probemon.lab.corpora.documents import Document
@@ -76,6 +76,7 @@ class TextReader:
     """Tokens and states of texts; special tokens in chats are parsed."""
 
     def __init__(self, model: Any, tokenizer: Any, sites: Sequence[str], reading: Reading | None = None) -> None:
+        sites = [as_site(site) for site in sites]
         check_sites_once(sites)
         reading = reading or Reading()
         self.plain = StateReader(model, tokenizer, sites, reading)

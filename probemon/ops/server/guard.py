@@ -98,6 +98,10 @@ class Guard:
             return 413, *self._too_large()
         return None
 
+    def lets_in(self, scope: Scope) -> bool:
+        """True if a request has the token, or none is required."""
+        return self._has_token(_Headers(scope))
+
     def _is_open(self, path: str) -> bool:
         return path in _OPEN or path.startswith("/page/")
 

@@ -50,7 +50,7 @@ from probemon.ops.vllm.messages import (
     WorkerSettings,
 )
 from probemon.ops.vllm.receiver import Receiver
-from probemon.ops.vllm.request_log import END_SECONDS, RequestLog, is_cut_short
+from probemon.ops.vllm.request_log import END_SECONDS, RequestLog, is_cut_short, is_same
 from probemon.ops.vllm.request_names import name_of, names_of_output, place_of
 from probemon.ops.vllm.watched import check_rules, watched_sha256
 from probemon.tracking.recording import RecordedTokens
@@ -120,6 +120,7 @@ class VllmClient:
         self.n_untold = 0  # requests that ended without tokens, since tokens last came
         self.step_seconds = self.in_worker_seconds = 0.0
         self.actions: deque[tuple[Event, str]] = deque(maxlen=MAX_KEPT)
+        self._early: list[tuple[Event, str, bool]] = []  # of requests whose first tokens have not come
         self.tokens = Counter[str]()  # by why they have no scores; "" if they have
         self.failures = Failures()
         self._keep_requests, self._n_lost_before = keep_requests, 0
@@ -356,6 +357,10 @@ class VllmClient:
         n_ahead = 0 if self.hello is None else self.hello.n_ahead
         log = self._logs[head.request] = RequestLog(head, self.manager.pack.n_probes, n_ahead)
         self._by_name.setdefault(name_of(head.request), []).append(head.request)
+        for event, action, ends in self._early:
+            if event.request == head.request:
+                log.meet(event, action, ends=ends)
+        self._early = [one for one in self._early if one[0].request != head.request]
         if self._keep_requests is not None and self.receiver.n_lost:  # its end may have been dropped
             silent = [one for one in self._logs.values() if one.under_way and one.n_lost < self.receiver.n_lost]
             for one in silent[: max(0, len(silent) - 1 - self._keep_requests)]:  # the new one is among them
@@ -365,10 +370,12 @@ class VllmClient:
     def _met(self, message: RuleMet) -> None:
         event = event_of(message.event)
         log = self._logs.get(event.request)
-        if log is not None and ends_row(message):
-            log.meet(event)
+        if log is not None:
+            log.meet(event, message.action, ends=ends_row(message))
+        else:  # in the first step of a request, rules are told before its tokens
+            self._early = [*self._early[-MAX_KEPT:], (event, message.action, ends_row(message))]
         for i, (one, action) in enumerate(self.actions):
-            if event.verdict is not None and _same(one, event):
+            if event.verdict is not None and is_same(one, event):
                 self.actions[i] = event, action
                 return
         self.actions.append((event, message.action))
@@ -472,8 +479,3 @@ def _not_run(ids: Ints, n_probes: int, reason: str) -> RecordedTokens:
     n = len(ids)
     none = np.zeros(n, dtype=np.int64)
     return RecordedTokens(none, np.arange(n), ids, np.full(n, PROMPT), Scores.nothing(n, n_probes, reason))
-
-
-def _same(one: Event, other: Event) -> bool:
-    """True for the same event, apart from its verdict."""
-    return replace(one, verdict=None) == replace(other, verdict=None)

@@ -58,7 +58,7 @@ class KeptScores:
 
     def __init__(self, block_size: int, n_blocks: int) -> None:
         self.block_size, self.n_blocks = block_size, n_blocks
-        self._running: dict[bytes, list[Any]] = {}  # key: [block, number of requests]
+        self._running: dict[bytes, list[Any]] = {}  # key: [block or None, number of requests]
         self._over: OrderedDict[bytes, _Block] = OrderedDict()  # of ended requests, oldest first
         self._chains: dict[str, _Chain] = {}
         self._top_k = 10
@@ -70,7 +70,7 @@ class KeptScores:
     def nbytes(self) -> int:
         """Bytes of all blocks."""
         blocks = [*(block for block, _ in self._running.values()), *self._over.values()]
-        return sum(block.nbytes for block in blocks)
+        return sum(block.nbytes for block in blocks if block is not None)
 
     def add(self, request: str, column: int, ids: Sequence[int], scores: Scores) -> None:
         """Take the next tokens of a request, from `column` on. Blocks with an unseen token are not kept."""
@@ -93,8 +93,20 @@ class KeptScores:
             key = self._grow(chain, chain.ids[at : at + self.block_size])
             if seen[at : at + self.block_size].all():
                 self._put(chain, key, _block(joined, counts, at, at + self.block_size))
+            else:
+                self._drop(key)
         chain.ids = chain.ids[n * self.block_size :]
         chain.pieces = [joined.take(np.arange(n * self.block_size, len(joined)))] if chain.ids else []
+
+    def n_unknown(self, request: str, ids: Sequence[int]) -> int:
+        """Return how many blocks of a request's next tokens, which come from the cache, `find` would not find now."""
+        chain, key, n = self._chains.get(request, _Chain()), b"", 0
+        key = chain.keys[-1] if chain.keys else b""
+        for at in range(0, len(ids) - self.block_size + 1, self.block_size):
+            key = _key(key, ids[at : at + self.block_size])
+            entry = self._running.get(key)
+            n += (key not in self._over) if entry is None else entry[0] is None
+        return n
 
     def find(self, request: str, column: int, ids: Sequence[int], n_probes: int, reason: str) -> Scores:
         """Return the scores of the next tokens of a request, which came from the cache; `reason` if not kept."""
@@ -121,14 +133,14 @@ class KeptScores:
             entry[1] -= 1
             if not entry[1]:
                 del self._running[key]
-                self._over[key] = entry[0]
+                if entry[0] is not None:
+                    self._over[key] = entry[0]
         self._evict()
 
     # -- inside ----------------------------------------------------------------------------------
 
     def _grow(self, chain: _Chain, ids: Sequence[int]) -> bytes:
-        before = chain.keys[-1] if chain.keys else b""
-        key = hashlib.blake2b(before + np.asarray(ids, dtype=np.int64).tobytes(), digest_size=16).digest()
+        key = _key(chain.keys[-1] if chain.keys else b"", ids)
         chain.keys.append(key)
         return key
 
@@ -137,6 +149,12 @@ class KeptScores:
         if key in self._running:
             self._running[key][0] = block
         self._use(chain, key, block)
+
+    def _drop(self, key: bytes) -> None:
+        """Forget a block that ran last without scores: what was kept may be of other weights."""
+        self._over.pop(key, None)
+        if key in self._running:
+            self._running[key][0] = None
 
     def _use(self, chain: _Chain, key: bytes, block: _Block) -> None:
         self._over.pop(key, None)
@@ -147,6 +165,10 @@ class KeptScores:
     def _evict(self) -> None:
         while self._over and len(self) > self.n_blocks:
             self._over.popitem(last=False)
+
+
+def _key(before: bytes, ids: Sequence[int]) -> bytes:
+    return hashlib.blake2b(before + np.asarray(ids, dtype=np.int64).tobytes(), digest_size=16).digest()
 
 
 def _block(scores: Scores, counts: npt.NDArray[np.int32], begin: int, end: int) -> _Block:

@@ -49,17 +49,21 @@ def watch_engines(given: VllmClient | None = None) -> None:
 def client() -> VllmClient:
     """Return the client of this process; made at the first call. Raises `ConfigError` and errors of the deployment."""
     if not _clients:
-        from probemon.ops.vllm.client import VllmClient
+        from probemon.ops.vllm.client import ABORT, VllmClient
         from probemon.ops.vllm.installed import check_vllm
 
         check_vllm()
-        file = os.environ.get(DEPLOYMENT, "")
+        file, stops = os.environ.get(DEPLOYMENT, ""), os.environ.get(STOPS, "in_step")
         if not file:
             raise ConfigError(f"{DEPLOYMENT} is not set: give the deployment file that says what is watched")
+        if stops == ABORT and NAME not in os.environ.get("VLLM_PLUGINS", "").split(","):
+            raise ConfigError(
+                f"{STOPS} is {ABORT!r}, and answers are aborted by the routes: set VLLM_PLUGINS={NAME}, or leave it out"
+            )
         _clients.append(
             VllmClient(
                 os.path.abspath(file),
-                stops=os.environ.get(STOPS, "in_step"),
+                stops=stops,
                 canary=os.environ.get(CANARY, "auto"),
                 keep_requests=_count(KEEP_REQUESTS, 100),
             )
@@ -76,10 +80,14 @@ def _count(variable: str, default: int) -> int:
 
 def _watch(engine: Any) -> None:
     """Set the arguments of an engine that is watched."""
-    from probemon.ops.vllm.messages import CONFIG_KEY
+    from probemon.ops.vllm.messages import CONFIG_KEY, WORKER
 
-    if CONFIG_KEY in (engine.additional_config or {}):
+    if CONFIG_KEY in (engine.additional_config or {}) and engine.worker_cls == WORKER:
         return  # by its own client's engine_arguments()
+    if os.environ.get("VLLM_USE_RUST_FRONTEND", "0") not in ("", "0"):
+        raise ConfigError(
+            "VLLM_USE_RUST_FRONTEND is set: vLLM's other front end receives nothing of probemon, unset it"
+        )
     if engine._api_process_count > 1:
         raise ConfigError(
             "several API servers share this engine, and one process receives what its worker says: give"

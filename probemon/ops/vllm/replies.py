@@ -10,7 +10,9 @@ concepts come with the next chunk, and the last ones with the reason to finish.
 from __future__ import annotations
 
 import asyncio
+import copy
 import json
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -30,7 +32,8 @@ from probemon.ops.vllm.request_names import names_of_request
 from probemon.util.token_texts import TokenTexts
 
 PATHS = ("/v1/chat/completions", "/v1/completions")
-_WAIT_SECONDS = 5.0  # for the scores of a finished answer
+_WAIT_SECONDS = 5.0  # for the last scores of a reply
+_NO_IDS = "vLLM gave no ids of tokens for this answer, so whose scores it has is unknown"
 
 
 class Replies:
@@ -42,11 +45,13 @@ class Replies:
     async def __call__(self, app: App, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer by vLLM's `app`, with concepts if they were asked for."""
         body = await _body_of(receive)
-        try:
-            asked = json.loads(body)
-            wanted = asked.pop("probemon", None) if isinstance(asked, dict) else None
-        except ValueError:  # vLLM says what is wrong
-            wanted = None
+        wanted = None
+        if b'"probemon"' in body:
+            try:
+                asked = json.loads(body)
+                wanted = asked.pop("probemon", None) if isinstance(asked, dict) else None
+            except (ValueError, RecursionError):  # vLLM says what is wrong
+                wanted = None
         if wanted is None:
             await app(scope, _replayed(body, receive), send)
             return
@@ -84,7 +89,7 @@ class _Rewriter:
         elif self._kind == "application/json":
             self._body += message.get("body", b"")
             if not message.get("more_body", False):
-                content = json.dumps(await self._reply.whole(json.loads(self._body))).encode()
+                content = await self._whole(self._body)
                 kept = [one for one in self._start["headers"] if one[0].lower() != b"content-length"]
                 length = (b"content-length", str(len(content)).encode())
                 await self._send({**self._start, "headers": [*kept, length]})
@@ -92,14 +97,32 @@ class _Rewriter:
         else:
             *events, self._body = (self._body + message.get("body", b"")).split(b"\n\n")
             more = message.get("more_body", False)
-            told = b"".join([await self._event(one) + b"\n\n" for one in events])
-            await self._send({**message, "body": told if more else told + self._body})
+            for one in events:
+                await self._event(one)
+            if not more or not events:
+                await self._send({**message, "body": b"" if more else self._body})
 
-    async def _event(self, event: bytes) -> bytes:
+    async def _whole(self, body: bytes) -> bytes:
+        try:
+            return json.dumps(await self._reply.whole(json.loads(body))).encode()
+        except Exception as error:  # an answer without concepts is better than none
+            self._reply.failed(error)
+            return body
+
+    async def _event(self, event: bytes) -> None:
         _, found, data = event.partition(b"data: ")
         if not found or data == b"[DONE]":
-            return event
-        return b"data: " + json.dumps(await self._reply.chunk(json.loads(data))).encode()
+            await self._give(event)
+            return
+        try:
+            for content in _halves(json.loads(data)):
+                await self._give(b"data: " + json.dumps(await self._reply.chunk(content)).encode())
+        except Exception as error:
+            self._reply.failed(error)
+            await self._give(event)
+
+    async def _give(self, event: bytes) -> None:
+        await self._send({"type": "http.response.body", "body": event + b"\n\n", "more_body": True})
 
 
 class _Reply:
@@ -109,10 +132,14 @@ class _Reply:
         if watch.rules or watch.hold:
             param = "probemon.rules" if watch.rules else "probemon.hold"
             raise RequestRefused(f"{param}: inside vLLM the server's deployment has the rules; leave it out", param)
+        if asked.get("echo"):
+            raise RequestRefused("echo is true, and vLLM leaves an echo out where ids of tokens are asked for", "echo")
         self.client, self.watch = client, watch
+        self._ends_at: float | None = None
+        self._is_beams = bool(asked.get("use_beam_search"))
         self.shown = shown_probes(client.manager, watch)
         self._asked_ids = bool(asked.get("return_token_ids"))
-        self.n = asked.get("n") or 1
+        self.n = _count(asked.get("n"))
         prompt = asked.get("prompt")
         many = isinstance(prompt, list) and prompt and not isinstance(prompt[0], int)
         self._n_prompts = len(prompt or ()) if many else 1
@@ -123,9 +150,9 @@ class _Reply:
         for choice in content.get("choices", ()):
             one = self._choice(content, choice)
             answer = choice.get("message", choice)
-            one.take(choice, str(answer.get("content" if "message" in choice else "text") or ""))
-            await one.wait()
-            answer["probemon"] = {"tokens": one.tokens(whole=True), "events": one.events(), "summary": one.summary()}
+            one.take(choice, _text_of(choice))
+            await one.wait(self._seconds_left())
+            answer["probemon"] = await asyncio.to_thread(one.whole)
         return self._without_ids(content)
 
     async def chunk(self, content: dict[str, Any]) -> dict[str, Any]:
@@ -133,16 +160,28 @@ class _Reply:
         for choice in content.get("choices", ()):
             one = self._choice(content, choice)
             told = choice.get("delta", choice)
-            one.take(choice, str(told.get("content" if "delta" in choice else "text") or ""))
+            one.take(choice, _text_of(choice))
             ends = choice.get("finish_reason") is not None
             if ends:
-                await one.wait()
-            tokens, events = one.tokens(whole=ends), one.events()
-            if tokens or events:
-                told["probemon"] = {"tokens": tokens, "events": events}
-            if ends:
-                told["probemon_summary"] = one.summary()
+                await one.wait(self._seconds_left())
+                found = await asyncio.to_thread(one.whole)
+                told["probemon_summary"] = found.pop("summary")
+            else:
+                found = {"tokens": one.tokens(), "events": one.events()}
+            if any(found.values()):
+                told["probemon"] = found
         return self._without_ids(content)
+
+    def failed(self, error: Exception) -> None:
+        """Keep an error: health says so."""
+        self.client.failures.add("concepts in a reply", error)
+
+    def _seconds_left(self) -> float:
+        """Return how long this reply may still wait for scores, all choices together."""
+        now = time.monotonic()
+        if self._ends_at is None:
+            self._ends_at = now + (0.0 if self._is_beams else _WAIT_SECONDS)
+        return max(0.0, self._ends_at - now)
 
     def _choice(self, content: Mapping[str, Any], choice: Mapping[str, Any]) -> _Choice:
         index = choice["index"]
@@ -200,7 +239,7 @@ class _Choice:
         begin, end = self._n_same_text, min(len(self._text), len(self._joined))
         self._is_text, self._n_same_text = self._is_text and self._text[begin:end] == self._joined[begin:end], end
 
-    async def wait(self) -> None:
+    async def wait(self, seconds: float) -> None:
         """Wait until the scores of all tokens that ran are here, or the engine has no more."""
         n_run = len(self.prompt) + max(0, len(self._ids) - 1)
 
@@ -208,8 +247,8 @@ class _Choice:
             log = self.log()
             return self._client.mismatch is not None or (log is not None and log.is_whole(n_run, with_end=False))
 
-        if not ready():
-            await asyncio.to_thread(self._client.wait, ready, _WAIT_SECONDS)
+        if self._ids and not ready():
+            await asyncio.to_thread(self._client.wait, ready, seconds)
 
     def log(self) -> RequestLog | None:
         """Return the newest log with these tokens."""
@@ -223,35 +262,36 @@ class _Choice:
                 return log
         return None
 
-    def tokens(self, *, whole: bool) -> list[dict[str, Any]]:
-        """Return the tokens that became known. `whole`: all others too, and why they have no scores."""
+    def tokens(self) -> list[dict[str, Any]]:
+        """Return the tokens that became known."""
         n_prompt, ids, log = len(self.prompt), [*self.prompt, *self._ids], self.log()
         first = self._n_told if self._n_told >= 0 else n_prompt
         end = min(len(ids) - (len(ids) > n_prompt), 0 if log is None else log.n_columns)
         told: list[dict[str, Any]] = []
-        if whole:
-            scores = self.result().scores
-            told = [self._token(scores, at, at, ids[at]) for at in range(first, len(ids))]
-        elif log is not None and end > first:
+        if log is not None and end > first:
             columns, _, scores = log.since(first)
             told = [self._token(scores, i, at, ids[at]) for i, at in enumerate(columns.tolist()) if at < end]
-        self._n_told = len(ids) if whole else max(first, end)
+        self._n_told = max(first, end)
         return told
 
     def events(self) -> list[dict[str, Any]]:
         """Return the events since the last call."""
         log = self.log()
-        met = [] if log is None else [one for one in self._client.actions if one[0].request == log.request]
+        met = [] if log is None else list(log.events)
         new, self._n_events = met[self._n_events :], len(met)
         return [self._told.event(event, self._index, action) for event, action in new]
 
-    def summary(self) -> dict[str, Any]:
-        """Return the summary of the answer."""
-        log = self.log()
-        event = None if log is None else log.stop_event
-        return self._told.summary(
-            self.result(), None if event is None else self._told.event(event, self._index, "stop"), 0
-        )
+    def whole(self) -> dict[str, Any]:
+        """Return the other tokens, with scores or why they have none, the other events, and the summary."""
+        if not self._ids:  # hidden reasoning, for one
+            return {"tokens": [], "events": self.events(), "summary": None, "why": _NO_IDS}
+        ids, result, log = [*self.prompt, *self._ids], self.result(), self.log()
+        first = self._n_told if self._n_told >= 0 else len(self.prompt)
+        tokens = [self._token(result.scores, at, at, ids[at]) for at in range(first, len(ids))]
+        event, events = None if log is None else log.stop_event, self.events()
+        stopped = None if event is None else self._told.event(event, self._index, "stop")
+        self._n_told = len(ids)
+        return {"tokens": tokens, "events": events, "summary": self._told.summary(result, stopped, 0)}
 
     def result(self) -> Result:
         """Return what is known by now."""
@@ -279,6 +319,34 @@ class _Choice:
 
 
 # -- inside --------------------------------------------------------------------------------------
+
+
+def _halves(content: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return a chunk whose choices end as two: its text, which is not held back for the last scores, and the end."""
+    choices = content.get("choices", ())
+    if not any(choice.get("finish_reason") is not None and _text_of(choice) for choice in choices):
+        return [content]
+    text, end = content, copy.deepcopy(content)
+    for choice in text["choices"]:
+        choice["finish_reason"] = None
+    for choice in end["choices"]:
+        choice.get("delta", choice)["content" if "delta" in choice else "text"] = ""
+        choice["token_ids"] = []
+    return [{**text, **({"usage": None} if "usage" in text else {})}, end]
+
+
+def _text_of(choice: Mapping[str, Any]) -> str:
+    """Return the text of a choice, whole or of a chunk."""
+    said = choice.get("message", choice.get("delta"))
+    return str((choice.get("text") if said is None else said.get("content")) or "")
+
+
+def _count(n: Any) -> int:
+    """Return the number of answers, which vLLM also takes as a text."""
+    try:
+        return max(1, int(float(n)))
+    except (TypeError, ValueError, OverflowError):  # none, or vLLM refuses it
+        return 1
 
 
 async def _body_of(receive: Receive) -> bytes:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -21,12 +21,18 @@ from probemon.tracking.recording import GAP, LAST, RecordedTokens
 LOST = "a message with its scores was dropped: the client did not read in time (high_water_mark)"
 LATE = "its scores had not come when they were asked for: they are under way, or a message was dropped"
 END_SECONDS = 0.25  # wait for the ends of requests, which say how much was run
+_MOST_EVENTS = 10_000
 _PIECES = 256  # then joined: small arrays have overhead
 
 
 def is_cut_short(finish_reason: str | None, stop_reason: int | str | None) -> bool:
     """True if an answer was ended from outside the engine: by an abort, or at a stop string."""
     return finish_reason in ("abort", "error") or isinstance(stop_reason, str)
+
+
+def is_same(one: Event, other: Event) -> bool:
+    """True for the same event, apart from its verdict."""
+    return replace(one, verdict=None) == replace(other, verdict=None)
 
 
 @dataclass(frozen=True)
@@ -53,6 +59,8 @@ class RequestLog:
         self.deployments: dict[int, str | None] = {}
         self.stop_column: int | None = None
         self.stop_event: Event | None = None
+        self.events: list[tuple[Event, str]] = []  # with the action; the first 10,000
+        self.n_events = 0
         self.n_lost = 0
         self._n_lost_before: int | None = None
         self._blind_column: int | None = None  # first generated token without scores
@@ -108,10 +116,17 @@ class RequestLog:
         if begin <= self.n_columns and end - begin == len(piece.columns):
             self.n_columns = max(self.n_columns, end)
 
-    def meet(self, event: Event) -> None:
-        """Take an event that ends the sequence; the first one counts."""
-        if self.stop_event is None:
+    def meet(self, event: Event, action: str, *, ends: bool) -> None:
+        """Take an event, or its verdict. `ends`: it ends the sequence; the first such event counts."""
+        if ends and self.stop_event is None:
             self.stop_event, self.stop_column = event, event.column
+        for i, (one, _) in enumerate(self.events if event.verdict is not None else ()):
+            if is_same(one, event):
+                self.events[i] = event, action
+                return
+        self.n_events += 1
+        if len(self.events) < _MOST_EVENTS:
+            self.events.append((event, action))
 
     def end(self, message: Ended | None, n_lost: int = 0) -> None:
         """End it; without a message if its engine is gone."""

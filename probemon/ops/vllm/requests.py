@@ -106,14 +106,21 @@ class EngineRequests:
         """Score a step, except drafts. `began`: by `time.perf_counter`."""
         begin, self.called, n_tokens = time.perf_counter(), True, [0, 0]
         self._step = (rows, states)
-        parts = []
+        waiting = dict[str, list[tuple[PlacedTokens, str]]]()
         for i, request in enumerate(rows.requests):
-            for placed, reason in self._place(rows, i, n_drafts.get(request, 0)):
+            waiting[request] = list(self._place(rows, i, n_drafts.get(request, 0)))
+            for placed, _ in waiting[request]:
                 n_tokens[placed.phase != PROMPT] += len(placed)
-                parts.append(
+        while waiting:
+            # A request may have blocks from the cache that another one fills in this very step.
+            ready = [one for one, parts in waiting.items() if self._has_its_blocks(one, parts)] or list(waiting)
+            self._score_tokens(
+                [
                     (request, placed, self._from_cache(request, placed) if reason == CACHED else reason or states)
-                )
-        self._score_tokens(parts)
+                    for request in ready
+                    for placed, reason in waiting.pop(request)
+                ]
+            )
         if not n_drafts:
             self._step = None
         keep_newest(self.recordings, _KEEP_TOKENS)
@@ -226,6 +233,11 @@ class EngineRequests:
         except AlignmentError as error:
             self._lose(self._placing.live[request], error)
             yield from self._placing.place_request(step, i, n_drafts)
+
+    def _has_its_blocks(self, request: str, parts: Sequence[tuple[PlacedTokens, str]]) -> bool:
+        return self.kept is None or not any(
+            self.kept.n_unknown(request, placed.ids.tolist()) for placed, reason in parts if reason == CACHED
+        )
 
     def _from_cache(self, request: str, placed: PlacedTokens) -> Scores | str:
         if self.kept is None or self._placing.live[request].unseen:

@@ -74,7 +74,12 @@ class Routes:
             extensions = {ABORT: lambda: None, **scope.get("extensions", {})}
             inner_scope = {**scope, "path": path, "raw_path": path.encode(), "extensions": extensions}
             await self._own(inner_scope, receive, send)
-        elif scope["type"] == "http" and scope["method"] == "POST" and scope["path"] in PATHS:
+        elif (
+            scope["type"] == "http"
+            and scope["method"] == "POST"
+            and scope["path"] in PATHS
+            and self._own.lets_in(scope)  # else vLLM refuses it
+        ):
             await self._replies(self._app, scope, receive, send)
         else:
             await self._app(scope, receive, send)
@@ -165,11 +170,7 @@ class _Routes:
     def _choice(self, index: int, log: RequestLog) -> dict[str, Any]:
         columns, ids, scores = log.seen_scores()
         tokens = [self._token(scores, i, log, int(columns[i]), int(ids[i]), index) for i in range(len(columns))]
-        events = [
-            self._told.event(event, index, action)
-            for event, action in self._client.actions
-            if event.request == log.request
-        ]
+        events = [self._told.event(event, index, action) for event, action in list(log.events)]
         return {"index": index, **_about(log), "tokens": tokens, "events": events}
 
     async def _scores(self, http: Request) -> Response:

@@ -182,6 +182,52 @@ def test_block_with_an_unseen_token_or_after_a_hole_is_not_kept(manager):
     assert kept.find("e", 0, list(range(6)), n_probes, CACHED).coverage.unseen == ("",) * 4 + (CACHED,) * 2
 
 
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 0, 2)])
+def test_blocks_filled_in_the_same_step_are_seen_whatever_the_order_of_rows(manager, order):
+    """vLLM gives a request a hit on blocks that another one fills in this very step."""
+    sent, prompt = Sent(), list(range(12))
+    settings = WorkerSettings(packs=("p",), sites=SITES)
+    watch = EngineWatch(manager, settings, HOST, sent, torch.nn.Identity(), kept=KeptScores(BLOCK, 10))
+    watch.run.on(concept="c0", above=0.4, within="prompt")
+    none = SimpleNamespace(resumed_req_ids=set(), all_token_ids={})
+    cached = {"a": 0, "b": 8, "c": 12}  # c goes on from the last block, which a and b fill
+    prompts = {"a": prompt, "b": prompt, "c": [*prompt, 5, 6]}
+    new = [SimpleNamespace(req_id=n, prompt_token_ids=prompts[n], num_computed_tokens=cached[n]) for n in "abc"]
+    watch.begin_step(SimpleNamespace(finished_req_ids=set(), scheduled_new_reqs=new, scheduled_cached_reqs=none))
+    names = ["abc"[i] for i in order]
+    runs = [(name, list(range(cached[name], len(prompts[name])))) for name in names]
+    columns = [column for _, own in runs for column in own]
+    starts = np.cumsum([0, *(len(own) for _, own in runs)])
+    hidden = states_of(prompts["c"])
+    ids = [prompts["c"][column] for column in columns]
+    rows = StepRows(tuple(names), starts, np.array(ids), np.array(columns))
+    watch.step(rows, {}, {site: hidden[site][columns] for site in SITES})
+    expected = manager.score_tokens(hidden)
+    for name in "abc":
+        told = told_of(sent.messages, name)
+        assert list(told) == list(range(len(prompts[name])))
+        for column, (_, scores, i) in told.items():
+            assert scores.coverage.unseen[i] == "" and scores.coverage.from_cache[i] == (column < cached[name])
+            assert scores.active_scores(i).tolist() == expected.active_scores(column).tolist()
+    events = [message.event for message in sent.messages if isinstance(message, RuleMet)]
+    met = {name: [event["column"] for event in events if event["request"] == name] for name in "abc"}
+    assert met["a"] and met["a"] == met["b"] == met["c"][: len(met["a"])]
+    for name in "abc":
+        over(watch, name)
+    watch.close()
+
+
+def test_block_that_ran_again_without_scores_is_dropped(manager):
+    scores = manager.score_tokens(states_of([1] * BLOCK))
+    kept, unseen = KeptScores(BLOCK, 10), scores.take(np.full(BLOCK, -1), dict.fromkeys(range(BLOCK), "lost"))
+    kept.add("a", 0, [5] * BLOCK, scores)
+    kept.add("b", 0, [5] * BLOCK, unseen)
+    assert kept.n_unknown("c", [5] * BLOCK) == 1
+    kept.release("a")
+    assert kept.find("d", 0, [5] * BLOCK, manager.pack.n_probes, CACHED).coverage.unseen == (CACHED,) * BLOCK
+    assert len(kept) == 0 and kept.nbytes == 0
+
+
 def test_newest_forward_replaces_a_kept_block(manager):
     """The weights may have changed: vLLM then empties its cache, and runs the text again."""
     first, second = (manager.score_tokens(states_of([seed] * BLOCK)) for seed in (1, 2))

@@ -69,6 +69,24 @@ def test_engine_that_cannot_be_watched_is_an_error_and_never_unwatched(file, giv
         plugin._watch(engine(**given))
 
 
+def test_aborts_need_the_routes(file, monkeypatch):
+    monkeypatch.setenv(plugin.STOPS, "abort")
+    monkeypatch.delenv("VLLM_PLUGINS", raising=False)
+    with pytest.raises(ConfigError, match="answers are aborted by the routes: set VLLM_PLUGINS=probemon"):
+        plugin.client()
+    monkeypatch.setenv("VLLM_PLUGINS", "other,probemon")
+    assert plugin.client().stops == "abort"
+
+
+def test_settings_without_the_worker_are_completed_and_another_front_end_is_refused(file, monkeypatch):
+    one = engine(additional_config={CONFIG_KEY: {}})
+    plugin._watch(one)
+    assert one.worker_cls == WORKER and one.additional_config[CONFIG_KEY] == plugin.client().settings.as_config()
+    monkeypatch.setenv("VLLM_USE_RUST_FRONTEND", "1")
+    with pytest.raises(ConfigError, match="VLLM_USE_RUST_FRONTEND"):
+        plugin._watch(engine())
+
+
 def test_wrong_variables_end_the_start(file, monkeypatch):
     monkeypatch.setenv(plugin.KEEP_REQUESTS, "many")
     with pytest.raises(ConfigError, match="PROBEMON_KEEP_REQUESTS is 'many'"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 import json
 import threading
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -35,11 +36,18 @@ class Tokenizer:
 
 
 @pytest.fixture
-def served(tmp_path):
+def key():
+    return None
+
+
+@pytest.fixture
+def served(tmp_path, key):
     """A server whose application answers by `answer`, which a test sets; `seen`: the bodies that it was asked."""
     grouped_packs.write(tmp_path / "pack", (), torch.bfloat16, sites=SITES)
     with VllmClient(packs=[str(tmp_path / "pack")], tokenizer=Tokenizer()) as client:
-        own = SimpleNamespace(client=client, channel=Channel(client.receiver.address, 1000), seen=[], answer=None)
+        own = SimpleNamespace(
+            client=client, channel=Channel(client.receiver.address, 1000), seen=[], answer=None, key=key
+        )
         own.channel.send(lambda sequence: hello_of(client, sequence))
 
         async def create(http):
@@ -47,7 +55,7 @@ def served(tmp_path):
             return own.answer(own.seen[-1])
 
         ready, sock = threading.Event(), open_socket("127.0.0.1", 0)
-        SERVED.append(ServedEngine(client, None, None, ["127.0.0.1"], "tiny", Limits(), ready.set))
+        SERVED.append(ServedEngine(client, None, own.key, ["127.0.0.1"], "tiny", Limits(), ready.set))
         paths = ("/v1/chat/completions", "/v1/completions")
         app = Routes(Starlette(routes=[Route(path, create, methods=["POST"]) for path in paths]))
         app.stop = lambda: None
@@ -192,6 +200,84 @@ def test_completions_of_several_prompts_are_matched_by_prompt_and_answer(served)
         (2, "0_cmpl-3-1"),
         (3, "1_cmpl-3-1"),
     ]
+
+
+def reply_of(served, path="/v1/completions", **body):
+    return json.loads(post(served, path, {"model": "tiny", "prompt": "a", "probemon": {}, **body})[1])
+
+
+def completion(name, n=1, **more):
+    """What vLLM answers to one prompt."""
+    choice = {"text": "Whales swim", "token_ids": ANSWER, "prompt_token_ids": PROMPT, "finish_reason": "stop", **more}
+    choices = [{"index": i, **choice} for i in range(n)]
+    return JSONResponse({"id": name, "object": "text_completion", "choices": choices})
+
+
+@pytest.mark.parametrize("key", ["the key"])
+def test_request_without_the_key_reaches_vllm_unread(served):
+    """vLLM refuses it; names of concepts are not for strangers."""
+    served.answer = lambda asked: JSONResponse({"error": "unauthorised"}, status_code=401)
+    body = {"model": "tiny", "prompt": "a", "probemon": {"concepts": ["no such"]}}
+    assert post(served, "/v1/completions", body) == (401, b'{"error":"unauthorised"}')
+    assert served.seen == [body]
+
+
+def test_answer_without_ids_or_with_an_error_of_ours_still_arrives(served, monkeypatch):
+    served.answer = lambda asked: completion("cmpl-6", token_ids=None, prompt_token_ids=None)
+    [choice] = reply_of(served)["choices"]
+    assert choice["text"] == "Whales swim" and choice["probemon"]["tokens"] == []
+    assert "no ids of tokens" in choice["probemon"]["why"]
+    monkeypatch.setattr("probemon.ops.vllm.replies._Choice.whole", lambda self: 1 / 0)
+    served.answer = lambda asked: completion("cmpl-7")
+    run(served, "cmpl-7-0-00000000")
+    [choice] = reply_of(served)["choices"]
+    assert choice["text"] == "Whales swim" and "probemon" not in choice
+    assert served.client.failures.n_errors == 1
+
+
+def test_every_event_of_a_reply_is_told_and_the_first_step_may_stop_it(served):
+    n = 1500  # more than the client keeps of all requests
+
+    def answer(asked):
+        name = "cmpl-8-0-00000000"
+        served.channel.send(lambda sequence: RuleMet(sequence, event_at(name), "stop", True))  # before its tokens
+        run(served, name, columns=[0, 1, 2])
+        for _ in range(n):
+            served.channel.send(lambda sequence: RuleMet(sequence, event_at(name), "record", False))
+        run(served, name, columns=[3])
+        return completion("cmpl-8")
+
+    served.answer = answer
+    told = reply_of(served)["choices"][0]["probemon"]
+    assert len(told["events"]) == n + 1 and told["summary"]["stopped_by"]["position"] == 2
+    log = served.client.log_of("cmpl-8-0")
+    assert (log.stop_column, log.n_showable) == (2, 2)
+
+
+def test_scores_that_do_not_come_are_awaited_once_for_a_reply_and_not_for_beams(served, monkeypatch):
+    monkeypatch.setattr("probemon.ops.vllm.replies._WAIT_SECONDS", 0.4)
+    served.answer = lambda asked: completion("cmpl-9", n=4)
+    for body, most in (({"n": 4}, 1.2), ({"n": 4, "use_beam_search": True}, 0.4)):
+        begin = time.perf_counter()
+        choices = reply_of(served, **body)["choices"]
+        assert time.perf_counter() - begin < most
+        assert all(token["unseen"] for choice in choices for token in choice["probemon"]["tokens"])
+
+
+def test_numbers_as_texts_echoes_and_bodies_nested_too_deeply(served):
+    def answer(asked):
+        for i in range(2):
+            run(served, f"{i}_cmpl-10-0-00000000")
+        return completion("cmpl-10", n=2)
+
+    served.answer = answer
+    for choice in reply_of(served, n="2")["choices"]:
+        assert [bool(token["unseen"]) for token in choice["probemon"]["tokens"]] == [False, False, True]
+    assert reply_of(served, echo=True)["error"]["param"] == "echo"
+    n_seen = len(served.seen)
+    deep = b'{"prompt": "a", "probemon": ' + b"[" * 100_000 + b"]" * 100_000 + b"}"
+    assert post(served, "/v1/completions", deep)[0] == 500  # of the application, which parses it as vLLM does
+    assert len(served.seen) == n_seen and reply_of(served, n=2)["choices"]
 
 
 def _get(served, path):

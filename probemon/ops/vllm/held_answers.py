@@ -107,4 +107,8 @@ class _Answer:
             await asyncio.to_thread(self._client.wait, ready, wait_seconds)
         self._client.check()
         log = self.log()
-        return 0 if log is None else max(0, min(log.n_showable, n_run) - self._n_prompt)
+        if log is None:
+            return 0
+        if log.stop_column is not None:  # all before it ran; an abort may come before the token that met the rule
+            n_run = max(n_run, min(log.stop_column, len(self._ids)))
+        return max(0, min(log.n_showable, n_run) - self._n_prompt)

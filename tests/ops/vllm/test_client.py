@@ -659,6 +659,22 @@ def test_held_answer_names_the_event_that_stopped_it_and_no_later_one(folder):
         channel.close()
 
 
+def test_aborted_answer_shows_all_before_the_stop_if_the_abort_came_before_its_token(folder):
+    """With asynchronous scheduling a rule is told of a token that the front end has not got yet."""
+    with VllmClient(packs=[folder], tokenizer=SimpleNamespace(decode=lambda ids, **more: "x" * len(ids))) as client:
+        channel = Channel(client.receiver.address, 1000)
+        channel.send(lambda sequence: hello_of(client, sequence))
+        channel.send(lambda sequence: step_of(client, sequence, [0, 1, 2, 3], [5, 6, 7, 8]))
+        channel.send(lambda sequence: met_of(sequence, "a-00000000", 4, "stop"))
+        channel.send(lambda sequence: step_of(client, sequence, [4], [9]))
+        assert client.wait(lambda: client.n_steps == 2, 5)
+        for tokens in ([7, 8], [7, 8, 9], [7, 8, 9, 9]):
+            pieces = held(client, "a", [5, 6], tokens)
+            assert [token for piece in pieces for token in piece.ids] == [7, 8]
+            assert pieces[-1].n_withheld == len(tokens) - 2
+        channel.close()
+
+
 def test_held_answer_needs_the_scores_of_its_own_tokens(folder):
     with VllmClient(packs=[folder], tokenizer=SimpleNamespace(decode=lambda ids, **more: "x" * len(ids))) as client:
         channel = Channel(client.receiver.address, 1000)

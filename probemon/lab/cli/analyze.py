@@ -104,8 +104,11 @@ def analyze(
     check_apart(source, out)
     check_target(out)
     documents = read_documents(source, text_field=text_field, id_field=id_field, max_chars=max_chars)
-    if source != "-" and next(documents, None) is None:
+    first = None if source == "-" else next(documents, None)
+    if source != "-" and first is None:
         raise ConfigError(f"{source} has no documents: there is nothing to score")
+    if first is not None and first.shape:
+        say(f"{source} is read as chats: {first.shape}", error=True)
     Tables(opened, least, not no_text)
     if ray:
         from probemon.lab.corpora.distributed import CorpusJob

@@ -10,15 +10,18 @@
 - `-`, and files of unknown suffix: JSON lines if they begin with an object, else text
 - `.gz` and parquet row groups: decompressed to at most 200 times their size (or 64 MiB)
 - an iterable of texts or dicts
-- a row may have `messages` in OpenAI's form (and `tools`) instead of a text; see `Document.rendered`
-- refused: `.csv`, `.tsv`, JSON arrays, objects over several lines, folders saved by `datasets`, binary files; outside
-  of a folder also YAML, HTML, source and the like
+- a row without a text may be a chat, in one of the forms of `probemon.host.chat_shapes`; see `Document.rendered`. Of
+  several chats in a row (a pair, the samples of a log) each is a document
+- `.csv`, `.tsv`, a JSON array, an indented object, `.arrow`, `.feather`, `.zst`, folders saved by `datasets`, logs of
+  inspect-ai: see `probemon.util.row_files`
+- refused: binary files; outside of a folder also YAML, HTML, source and the like
 """
 
 from __future__ import annotations
 
 import gzip
 import io
+import itertools
 import json
 import os
 import sys
@@ -28,8 +31,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from probemon.errors import ChatRefused, ConfigError
+from probemon.errors import ChatRefused, ConfigError, closest
 from probemon.host.chat_forms import check_said
+from probemon.host.chat_shapes import FIELDS, SHAPES, chats_as, shape_of
 from probemon.host.chat_template import render
 from probemon.util.checks import check_count
 from probemon.util.extras import import_arrow
@@ -48,6 +52,7 @@ from probemon.util.file_kinds import (
 )
 from probemon.util.first_sentence import first_sentence
 from probemon.util.harmless_text import is_unicode
+from probemon.util.row_files import reads, rows_of
 from probemon.util.strict_json import loads
 
 MAX_CHARS = 2_000_000
@@ -55,6 +60,7 @@ MAX_CHARS = 2_000_000
 MOST_TIMES, ALWAYS_BYTES = 200, 64 << 20
 # Compressed dictionaries of parquet columns are read whole; over the smaller bound, rows are read one by one.
 MAX_DICTIONARY_BYTES, LARGE_DICTIONARY_BYTES = 16 << 20, 2 << 20
+OPENAI = "OpenAI messages"
 _MARK = "\ufeff".encode()  # byte order mark
 _JSON = (".jsonl", ".ndjson", ".json")
 _TABLES = (".csv", ".tsv")
@@ -85,7 +91,7 @@ class Document:
     - `index`: position in the input.
     - `reason`: "" or why it cannot be scored.
     - `fields`: other fields of its row.
-    - `chat`: messages and tools as JSON; `text` is "" until rendered.
+    - `chat`: messages and tools as JSON; `text` is "" until rendered. `shape`: its form in the file.
     - `chat_date`: date in the rendered text, or "".
     """
 
@@ -96,6 +102,7 @@ class Document:
     fields: Mapping[str, Any] = field(default_factory=dict, repr=False)
     chat: str = field(default="", repr=False)
     chat_date: str = ""
+    shape: str = ""
 
     @property
     def said(self) -> str:
@@ -119,14 +126,29 @@ class _Row:
     reason: str = ""
     fields: Mapping[str, Any] = field(default_factory=dict)
     chat: str = ""
+    shape: str = ""
+
+
+@dataclass(frozen=True)
+class _Fields:
+    """Names of a row's text and id; the form of its chats, "" to recognise it."""
+
+    text: str
+    id: str
+    shape: str = ""
 
 
 def read_documents(
-    source: Source, *, text_field: str = "text", id_field: str = "id", max_chars: int = MAX_CHARS
+    source: Source, *, text_field: str = "text", id_field: str = "id", max_chars: int = MAX_CHARS, shape: str = ""
 ) -> Iterator[Document]:
-    """Read the documents of a source, in order. Raises `ConfigError` for a missing file or column."""
+    """Read the documents of a source, in order. Raises `ConfigError` for a missing file or column.
+
+    `shape`: of `probemon.host.chat_shapes.SHAPES`, the form of all chats; "" recognises it row by row.
+    """
+    if shape and shape not in SHAPES:
+        raise ConfigError(f"format is {shape!r:.60}{closest(shape, SHAPES)}: give one of {', '.join(SHAPES)}")
     max_chars = check_count("max_chars", max_chars, least=1, remedy="give 1 or more characters")
-    fields = (text_field, id_field)
+    fields = _Fields(text_field, id_field, shape)
     if isinstance(source, (str, os.PathLike)):
         rows = _of_path(os.fspath(source), fields, max_chars)
     elif hasattr(source, "columns") and hasattr(source, "shape"):  # a data frame yields its column names
@@ -140,7 +162,7 @@ def read_documents(
             f" {text_field!r}"
         )
     else:
-        rows = (_of_item(item, str(i), fields) for i, item in enumerate(source))
+        rows = (row for i, item in enumerate(source) for row in _of_item(item, str(i), fields))
     return (_document(i, row, text_field, max_chars) for i, row in enumerate(rows))
 
 
@@ -150,6 +172,8 @@ def count_documents(source: Source) -> int | None:
         return len(source) if isinstance(source, Sized) else None
     path = Path(source)
     if os.fspath(source) == "-" or _zipped(path):
+        return None
+    if reads(path):
         return None
     if path.is_dir():
         files, left_out = _files(path)
@@ -173,19 +197,45 @@ def _document(index: int, row: _Row, text_field: str, max_chars: int) -> Documen
         name, reason = row.where, reason or f"its id cannot be written ({type(error).__name__})"
     name = name if is_unicode(name) else name.encode("utf-8", "backslashreplace").decode()
     if reason or row.chat:
-        return Document(index, name, "", reason, row.fields, "" if reason else row.chat)
+        return Document(index, name, "", reason, row.fields, "" if reason else row.chat, shape=row.shape)
     return Document(index, name, text, reason, row.fields)
 
 
-def _of_item(item: Any, where: str, fields: tuple[str, str]) -> _Row:
+def _of_item(item: Any, where: str, fields: _Fields) -> Iterator[_Row]:
+    """Yield the documents of a row: one, but for several chats."""
     if isinstance(item, str):
-        return _Row(where, item)
+        yield _Row(where, item)
+        return
     if not isinstance(item, Mapping):
-        return _Row(where, reason=f"neither a text nor an object: {type(item).__name__}")
-    chat, reason = _chat(item, fields[0])
-    left_out = (*fields, "messages", "tools") if chat else fields
+        yield _Row(where, reason=f"neither a text nor an object: {type(item).__name__}")
+        return
+    shape = fields.shape or (shape_of(item) if item.get(fields.text) is None else "")
+    if shape and shape != OPENAI:
+        yield from _of_chats(item, where, fields, shape)
+        return
+    chat, reason = _chat(item, fields.text)
+    left_out = (fields.text, fields.id, *(("messages", "tools") if chat else ()))
     rest = {key: value for key, value in item.items() if key not in left_out}
-    return _Row(where, item.get(fields[0]), item.get(fields[1]), reason, rest, chat)
+    yield _Row(where, item.get(fields.text), item.get(fields.id), reason, rest, chat, OPENAI if chat else "")
+
+
+def _of_chats(item: Mapping[str, Any], where: str, fields: _Fields, shape: str) -> Iterator[_Row]:
+    rest = {key: value for key, value in item.items() if key != fields.id and key not in FIELDS[shape]}
+    try:
+        chats = chats_as(shape, item)
+    except ChatRefused as error:
+        yield _Row(where, None, item.get(fields.id), f"read as {shape}: {error}", rest, shape=shape)
+        return
+    for at, chat in enumerate(chats):
+        part = chat.part or (str(at + 1) if len(chats) > 1 else "")
+        name, number = item.get(fields.id), f"/{part}" if part else ""
+        try:
+            said = json.dumps({"messages": chat.messages, "tools": chat.tools}, ensure_ascii=False)
+        except (TypeError, ValueError, RecursionError) as error:
+            yield _Row(f"{where}{number}", None, name, f"its messages cannot be written as JSON ({error})", rest)
+            continue
+        own = {**rest, "part": chat.part} if chat.part else rest
+        yield _Row(f"{where}{number}", None, None if name is None else f"{name}{number}", "", own, said, shape)
 
 
 def _chat(item: Mapping[str, Any], text_field: str) -> tuple[str, str]:
@@ -213,13 +263,13 @@ def _listed(value: Any) -> Any:
     return value.tolist() if hasattr(value, "tolist") else list(value) if isinstance(value, tuple) else value
 
 
-def _of_path(source: str, fields: tuple[str, str], max_chars: int) -> Iterator[_Row]:
+def _of_path(source: str, fields: _Fields, max_chars: int) -> Iterator[_Row]:
     if source == "-":
         return _standard_input(fields, max_chars)
     path = Path(source)
+    if reads(path):
+        return _of_rows(path, fields)
     if path.is_dir():
-        if dataset := dataset_folder(path):
-            raise ConfigError(f"{path} is {dataset}")
         files, left_out = _files(path)
         if not files:
             why = f" that can be read ({next(iter(left_out.values()))})" if left_out else ""
@@ -246,6 +296,25 @@ def _of_path(source: str, fields: tuple[str, str], max_chars: int) -> Iterator[_
     return _file(path, path.name, fields, max_chars)
 
 
+def _of_rows(path: Path, fields: _Fields) -> Iterator[_Row]:
+    """Read rows of a table, a JSON document, an Arrow file, a folder of `datasets` or a log."""
+    rows = rows_of(path)
+    first = next(rows, None)
+    if first is None:
+        raise ConfigError(f"{path} has no rows: there is nothing to read")
+    row = first[1]
+    if fields.text not in row and not shape_of(row):
+        raise ConfigError(
+            f"{path} has no field {fields.text!r}, it has {', '.join(map(str, row))[:200]}: name the field of the texts"
+        )
+    return (one for where, item in itertools.chain([first], rows) for one in _of_item(item, _place(where), fields))
+
+
+def _place(where: str) -> str:
+    """Return where a row is, as ids of documents have it."""
+    return where.replace(", row ", ":").replace(", line ", ":").replace(", ", "/")
+
+
 def _files(folder: Path) -> tuple[list[Path], dict[Path, str]]:
     """Return the files below a folder, and unreadable entries with reasons."""
     paths, left_out = [], dict[Path, str]()
@@ -260,9 +329,9 @@ def _files(folder: Path) -> tuple[list[Path], dict[Path, str]]:
             for name in folders
             if Path(root, name).is_symlink()
         }
-        datasets = {Path(root, name): reason for name in folders if (reason := dataset_folder(Path(root, name)))}
-        left_out |= datasets
-        folders[:] = [name for name in folders if Path(root, name) not in datasets]
+        saved = [Path(root, name) for name in folders if dataset_folder(Path(root, name))]
+        paths += saved  # one source each
+        folders[:] = [name for name in folders if Path(root, name) not in saved]
         for path in (Path(root, name) for name in names if not name.startswith(".")):
             if path.is_file():
                 paths.append(path)
@@ -272,12 +341,18 @@ def _files(folder: Path) -> tuple[list[Path], dict[Path, str]]:
 
 
 def _folder(
-    folder: Path, files: list[Path], left_out: Mapping[Path, str], fields: tuple[str, str], max_chars: int
+    folder: Path, files: list[Path], left_out: Mapping[Path, str], fields: _Fields, max_chars: int
 ) -> Iterator[_Row]:
     for path in sorted([*files, *left_out], key=lambda path: path.relative_to(folder).parts):
         where = path.relative_to(folder).as_posix()
         if path in left_out:
             yield _Row(where, reason=left_out[path])
+        elif reads(path):
+            try:
+                for row in _of_rows(path, fields):
+                    yield replace(row, where=f"{where}{row.where.removeprefix(path.name)}")
+            except ConfigError as error:
+                yield _Row(where, reason=str(error))
         elif refused := _no_documents(path):
             yield _Row(where, reason=refused)
         elif _kind(path) != "text":
@@ -295,7 +370,7 @@ def _whole(path: Path, where: str, max_chars: int) -> _Row:
     return _too_long(where, max_chars) if len(data) > 4 * max_chars else _decoded(data.removeprefix(_MARK), where)
 
 
-def _file(path: Path, where: str, fields: tuple[str, str], max_chars: int) -> Iterator[_Row]:
+def _file(path: Path, where: str, fields: _Fields, max_chars: int) -> Iterator[_Row]:
     try:
         if _kind(path) == "parquet":
             yield from _parquet(path, where, fields)
@@ -385,7 +460,7 @@ def _most_bytes(compressed: int) -> int:
     return max(ALWAYS_BYTES, MOST_TIMES * compressed)
 
 
-def _standard_input(fields: tuple[str, str], max_chars: int) -> Iterator[_Row]:
+def _standard_input(fields: _Fields, max_chars: int) -> Iterator[_Row]:
     stream: Any = sys.stdin.buffer
     begin = stream.peek(1)  # in a terminal, waits for a line
     if kind := kind_of_bytes(begin):
@@ -398,7 +473,7 @@ def _standard_input(fields: tuple[str, str], max_chars: int) -> Iterator[_Row]:
     yield from _lines(stream, "stdin", begins_json(begin), fields, max_chars)
 
 
-def _lines(stream: BinaryIO, where: str, as_json: bool, fields: tuple[str, str], max_chars: int) -> Iterator[_Row]:
+def _lines(stream: BinaryIO, where: str, as_json: bool, fields: _Fields, max_chars: int) -> Iterator[_Row]:
     # Up to four bytes a character, six in JSON (\uXXXX), and other fields.
     limit = max_chars * (8 if as_json else 4) + 65536
     number = 0
@@ -424,11 +499,10 @@ def _lines(stream: BinaryIO, where: str, as_json: bool, fields: tuple[str, str],
         except (ValueError, RecursionError) as error:
             yield _Row(at, reason=f"not valid JSON ({error})")
         else:
-            yield (
-                _of_item(item, at, fields)
-                if isinstance(item, dict)
-                else _Row(at, reason=f"not a JSON object: {type(item).__name__}")
-            )
+            if isinstance(item, dict):
+                yield from _of_item(item, at, fields)
+            else:
+                yield _Row(at, reason=f"not a JSON object: {type(item).__name__}")
 
 
 def _decoded(data: bytes, where: str) -> _Row:
@@ -453,22 +527,24 @@ def _parquet_file(path: Path) -> Any:
         raise ConfigError(f"{path} is not a parquet file that can be read: {first_sentence(error)}") from error
 
 
-def _parquet_columns(path: Path, fields: tuple[str, str]) -> list[str]:
+def _parquet_columns(path: Path, fields: _Fields) -> list[str]:
     names = _parquet_file(path).schema_arrow.names
-    if fields[0] not in names and "messages" not in names:
+    of_chats = {name for names_of in FIELDS.values() for name in names_of}
+    if fields.text not in names and not of_chats.intersection(names):
         raise ConfigError(
-            f"{path} has no column {fields[0]!r}, it has {', '.join(names)}: name the column of the texts"
+            f"{path} has no column {fields.text!r}, it has {', '.join(names)}: name the column of the texts"
         )
-    if fields[1] != "id" and fields[1] not in names:
-        raise ConfigError(f"{path} has no column {fields[1]!r}, it has {', '.join(names)}: name the column of the ids")
-    read = [name for name in names if name in (*fields, "messages", "tools", "concepts")]
+    if fields.id != "id" and fields.id not in names:
+        raise ConfigError(f"{path} has no column {fields.id!r}, it has {', '.join(names)}: name the column of the ids")
+    texts = (fields.text, fields.id, "messages", "tools", "concepts")
+    read = [name for name in names if name in (texts if fields.text in names else (*texts, *of_chats))]
     for name, n in Counter(read).items():
         if n > 1:
             raise ConfigError(f"{path} has two columns {name!r}: rename one")
     return read
 
 
-def _parquet(path: Path, where: str, fields: tuple[str, str]) -> Iterator[_Row]:
+def _parquet(path: Path, where: str, fields: _Fields) -> Iterator[_Row]:
     columns, number, file = _parquet_columns(path, fields), 0, _parquet_file(path)
     for group in range(file.metadata.num_row_groups):
         rows = file.metadata.row_group(group)
@@ -486,7 +562,7 @@ def _parquet(path: Path, where: str, fields: tuple[str, str]) -> Iterator[_Row]:
         for batch in file.iter_batches(batch_size=size, row_groups=[group], columns=columns):
             for item in batch.to_pylist():
                 number += 1
-                yield _of_item(item, f"{where}:{number}", fields)
+                yield from _of_item(item, f"{where}:{number}", fields)
 
 
 def _too_large(chunk: Any) -> str:

@@ -11,8 +11,9 @@ Kinds of rows; other fields are ignored:
   concept.
 - `{"text": "...", "spans": [{"start": 4, "end": 9, "concept": "whale"}]}`: characters of a text. Elsewhere the concepts
   are absent, or unknown if `"rest"` is `"unknown"`. Shorter: `"spans": {"whale": [[4, 9]]}`.
-- `{"messages": [...], "labels": [...]}`: a chat in OpenAI's form (also `tools`); the labels are of the trained turns.
-  Its spans also have a `"turn"`: the number of the message, from 0.
+- `{"messages": [...], "labels": [...]}`: a chat in OpenAI's form (also `tools`), or in another of
+  `probemon.host.chat_shapes`; the labels are of the trained turns. Its spans also have a `"turn"`: the number of the
+  message, from 0.
 - in YAML, concepts: `id`, `name`, `definition`, `parents`, `examples`, `counterexamples`. Examples are without the
   sibling concepts.
 
@@ -41,6 +42,7 @@ import numpy.typing as npt
 
 from probemon.errors import ChatRefused, TrainingError
 from probemon.host.chat_forms import check_said, normalised
+from probemon.host.chat_shapes import FIELDS, chats_as, shape_of
 from probemon.lab.training.example_files import Source, read_rows
 from probemon.packs.manifest import CONTROL
 from probemon.util.counted import counted
@@ -168,6 +170,28 @@ class Examples:
         return replace(self, texts=(*self.texts, *closed))
 
 
+def _of_shapes(row: dict[str, Any], where: str) -> Iterator[dict[str, Any]]:
+    """Yield a row whose chats are in another form as rows of OpenAI's, others as they are."""
+    shape = "" if {"text", "positive"} & set(row) else shape_of(row)
+    if not shape or (shape == "OpenAI messages" and "messages" in row):
+        yield row
+        return
+    try:
+        chats = chats_as(shape, row)
+    except ChatRefused as error:
+        raise TrainingError(f"{where}, read as {shape}: {error}") from None
+    rest = {name: value for name, value in row.items() if name not in FIELDS[shape]}
+    labelled = sorted({"label", "labels", "present", "not", "absent", "spans"} & set(rest))
+    if len(chats) > 1 and labelled:
+        raise TrainingError(
+            f"{where}, read as {shape}, has {len(chats)} chats, and {labelled[0]!r} may be of one of them: give a row"
+            " for each chat, with 'messages' and its labels"
+        )
+    for chat in chats:
+        said = {"messages": chat.messages, **({"tools": chat.tools} if chat.tools else {})}
+        yield {**rest, **said, **({"part": chat.part} if chat.part else {})}
+
+
 def read_examples(
     sources: Source | Sequence[str | os.PathLike[str]],
     *,
@@ -203,7 +227,8 @@ def read_examples(
                 declared[concept.id] = concept
             texts += concept_examples
         else:
-            texts += _example(row, where)
+            for one in _of_shapes(row, where):
+                texts += _example(one, where)
     concepts = dict(declared)
     for example in texts:
         for id in example.named:

@@ -71,7 +71,7 @@ TABLES: dict[str, tuple[Callable[[dict[str, Any]], list[str]], ...]] = {
         quality.training_alarms,
         quality.training_costs,
     ),
-    "vllm.json": (service.vllm, service.vllm_runs, service.vllm_soak),
+    "vllm.json": (service.vllm, service.vllm_runs, service.vllm_schedule, service.vllm_soak),
 }
 
 

@@ -242,7 +242,7 @@ def test_documents_are_bounded(tmp_path, monkeypatch):
         ("t.md", "[link](to)"),
         ("t.parquet", b"PAR1"),
         ("t.eval", "eval"),
-        ("t.jsonl.gz", gzip.compress(b'{"text": "Hi"}\n')),
+        ("t.jsonl.gz", gzip.compress(b'{"text": "Hi"}\n', mtime=0)),
         ("t.tar.zst", zstd(b"Hi")),
         ("t.zst", zstd(b"%PDF-1.7 ...")),
         ("empty", ""),

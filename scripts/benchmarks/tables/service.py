@@ -131,6 +131,19 @@ def vllm_runs(found: dict[str, Any]) -> list[str]:
     return lines
 
 
+def vllm_schedule(found: dict[str, Any]) -> list[str]:
+    """What the schedule did, in a sentence."""
+    part = found["parts"]["v2"]["schedule"]
+    counts = part["counts"]
+    return [
+        f"{counts['requests']} requests, {counts['aborted']} of them aborted, {counts['several']} with three answers,"
+        f" {part['preemptions']:.0f} preemptions: of {part['tokens']:,} tokens {part['seen']:,} have scores,"
+        f" {part['cached_shown']:,} of these from the prefix cache, {part['last']} were the last of their answers,"
+        f" {part['wrong']} are wrong and {part['missing']} missing. {part['flips']} of {part['fired']:,} (token, probe)"
+        f" pairs that fire do so in one alone; scores are at most {part['score_max_difference']:.1e} apart."
+    ]
+
+
 def vllm_soak(found: dict[str, Any]) -> list[str]:
     """What the soak did, in a sentence."""
     parts = found["parts"]["v1"]

@@ -23,7 +23,7 @@ import zipfile
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any, BinaryIO, TextIO
 
@@ -41,7 +41,6 @@ _LOG, _FOLDER, _ZSTD_LINES, _ZSTD_TEXT = "an inspect-ai log", "a folder of datas
 _JSON, _PLAIN = (".jsonl", ".ndjson", ".json"), (".txt", ".text", ".md", ".rst", ".tex")
 _ELSEWHERE = (*_PLAIN, ".yaml", ".yml", ".ipynb", ".parquet")  # JSON in these is a text, or means something else
 _SEPARATORS = {",": "commas", ";": "semicolons", "\t": "tabs", "|": "pipes"}
-_SAMPLE, _SAMPLE_ROWS = 1 << 16, 20  # from which a separator is found
 _MARKS = {b"\xef\xbb\xbf": "utf-8", b"\xff\xfe": "utf-16-le", b"\xfe\xff": "utf-16-be"}  # byte order marks
 _LOG_BEGIN = re.compile(rb'\{\s*"version":\s*\d+,\s*"status":\s*"\w+",\s*"eval":\s*\{')
 _LINE_OF_SEVERAL = re.compile(rb"[^\n]*\]\s*\n\s*\S")  # an array that is only the first row of JSON lines
@@ -56,7 +55,8 @@ def reads(path: Path) -> str:
         return suffix[1:].upper()
     if not packed and suffix == ".eval" and begin.startswith(b"PK"):
         return _LOG
-    if not packed and (suffix in (".feather", ".arrow") or _is_arrow(begin)):
+    is_arrow = begin.startswith((b"ARROW1\0\0", b"FEA1\0")) or "Arrow stream" in file_kinds.kind_of_bytes(begin)
+    if not packed and (is_arrow or suffix in (".feather", ".arrow")):
         return _FEATHER if suffix == ".feather" or begin.startswith(b"FEA1") else _ARROW
     if kind := _document_kind(suffix, begin):
         return kind
@@ -106,13 +106,8 @@ def _begin(path: Path) -> bytes:
             begin = bytes(stream.read(file_kinds.BEGIN_BYTES))
     except (OSError, ProbemonError):  # reported by `rows_of`
         return b""
-    codec, skipped = _codec(begin, "")
-    return begin[skipped:].decode(codec, "ignore").encode() if codec else begin
-
-
-def _is_arrow(begin: bytes) -> bool:
-    is_stream = file_kinds.kind_of_bytes(begin).startswith("an Arrow stream")
-    return is_stream or begin.startswith((b"ARROW1\0\0", b"FEA1\0"))
+    mark = next(filter(begin.startswith, _MARKS), b"")
+    return begin[len(mark) :].decode(_MARKS[mark], "ignore").encode() if mark else begin
 
 
 def _document_kind(suffix: str, begin: bytes) -> str:
@@ -122,11 +117,8 @@ def _document_kind(suffix: str, begin: bytes) -> str:
         return "" if suffix in _ELSEWHERE else _ARRAY
     if is_json and _LOG_BEGIN.match(begin):
         return _LOG
-    return (
-        _OBJECT
-        if file_kinds.begins_json(begin) and file_kinds.is_spread_json(begin) and suffix not in _ELSEWHERE
-        else ""
-    )
+    is_object = file_kinds.begins_json(begin) and file_kinds.is_spread_json(begin)  # {\rtf is no JSON
+    return _OBJECT if is_object and suffix not in _ELSEWHERE else ""
 
 
 def open_zstd(path: Path) -> BinaryIO:
@@ -177,18 +169,13 @@ class _Unpacked(io.RawIOBase):
         super().close()
 
 
-def _codec(begin: bytes, encoding: str) -> tuple[str, int]:
-    """Return the encoding of a text, and the length of its byte order mark."""
-    return next(((codec, len(mark)) for mark, codec in _MARKS.items() if begin.startswith(mark)), (encoding, 0))
-
-
 @contextmanager
 def _text(path: Path, encoding: str, newline: str = "") -> Iterator[TextIO]:
     with _opened(path) as stream:
-        codec, skipped = _codec(stream.peek(4)[:4], encoding)
-        stream.read(skipped)
+        mark = next(filter(stream.peek(4).startswith, _MARKS), b"")
+        stream.read(len(mark))
         try:
-            yield io.TextIOWrapper(stream, codec, newline=newline)
+            yield io.TextIOWrapper(stream, _MARKS.get(mark, encoding), newline=newline)
         except UnicodeDecodeError as error:
             place = stream.tell() - len(error.object) + error.start
             remedy = "give --encoding latin-1, or another" if error.encoding == "utf-8" else "give another --encoding"
@@ -200,7 +187,7 @@ def _table(path: Path, usual: str, encoding: str) -> Iterator[Row]:
         remedy = file_kinds.remedy_of(kind) or "give .csv or .jsonl"
         raise ConfigError(f"{path.name} is {kind}, and no table in text: {remedy}")
     with _text(path, encoding) as stream:
-        separator = _separator(stream.read(_SAMPLE), usual)
+        separator = _separator(stream.read(1 << 16), usual)
     csv.field_size_limit(MOST_TEXT)  # csv's default is too low for long texts
     number, header, names, where = 0, list[str](), list[str](), f"{path.name}, header"
     with _text(path, encoding) as stream:
@@ -229,7 +216,7 @@ def _separator(sample: str, usual: str) -> str:
         widths = list[int]()
         with suppress(csv.Error):  # quotes do not stand at this separator, or the sample ends in one
             records = csv.reader(io.StringIO(sample, newline=""), delimiter=separator, strict=True)
-            for cells in islice(filter(None, records), _SAMPLE_ROWS):
+            for cells in islice(filter(None, records), 20):
                 widths.append(len(cells))
         width = widths[0] if widths else 0
         return width > 1, widths.count(width) / len(widths) if width > 1 else 0.0, width
@@ -361,14 +348,10 @@ def _folder(folder: Path) -> Iterator[Row]:
     name, splits = folder.resolve().name, folder / "dataset_dict.json"
     for split in _entries(splits, "splits") if splits.is_file() else [""]:
         part, where = folder / split, f"{name}/{split}" if split else name
-        rows = _saved(part, where)
+        classes = _classes(_described(part / "dataset_info.json", "features"))
+        files = _entries(part / "state.json", "_data_files")
+        rows = chain.from_iterable(_arrow(part / file, f"{where}/{file}", classes) for file in files)
         yield from _numbered(where, ({"split": split, **row} for row in rows) if split else rows)
-
-
-def _saved(folder: Path, name: str) -> Iterator[Mapping[str, Any]]:
-    classes = _classes(_described(folder / "dataset_info.json", "features"))
-    for file in _entries(folder / "state.json", "_data_files"):
-        yield from _arrow(folder / file, f"{name}/{file}", classes)
 
 
 def _described(path: Path, key: str) -> Any:

@@ -94,6 +94,17 @@ def test_cells_hold_separators_quotes_and_line_breaks(tmp_path, text, expected):
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
+        ('"id";"a, b"\n"1";"x, y"\n', {"id": "1", "a, b": "x, y"}),
+        ("text, as said;label\nHi;a\nYo;b\n", {"text, as said": "Hi", "label": "a"}),
+    ],
+)
+def test_a_header_may_hold_another_separator(tmp_path, text, expected):
+    assert rows(written(tmp_path / "t.csv", text))[0] == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
         ("text\nHi\nYo\n", [{"text": "Hi"}, {"text": "Yo"}]),
         (",text,label\n0,Hi,a\n1,,b\n", [{"text": "Hi", "label": "a"}, {"label": "b"}]),
         ("text,label\nHi,a\n,\nYo,b\n", TWO),
@@ -337,9 +348,9 @@ def test_lines_of_zstd(tmp_path):
 
 @pytest.mark.parametrize("name", ["t.txt.zst", "t.md.zst", "t.zst"])
 def test_texts_of_zstd(tmp_path, name):
-    path = written(tmp_path / name, zstd("Hi \r\n\nÄ\x85 b".encode()))
+    path = written(tmp_path / name, zstd("Hi \r\n\nÄ\x85\rb".encode()))
     assert reads(path) == "text (zstd)"
-    assert list(rows_of(path)) == [(f"{name}, line 1", {"text": "Hi "}), (f"{name}, line 3", {"text": "Ä\x85 b"})]
+    assert list(rows_of(path)) == [(f"{name}, line 1", {"text": "Hi "}), (f"{name}, line 3", {"text": "Ä\x85\rb"})]
 
 
 @pytest.mark.parametrize("name", ["t.json.zst", "t.ndjson.zst", "t.zst"])

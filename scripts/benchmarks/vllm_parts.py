@@ -34,6 +34,7 @@ from probemon.bundled import bundled_path
 from probemon.errors import AlignmentError, Blind, ProbemonError
 from probemon.ops.vllm.client import VllmClient
 from probemon.util.files import write_text_atomically
+from provenance import commit
 from vllm_compare import RanBefore, against_transformers, attribution, kept_states, spoken
 from vllm_data import LENGTHS, ROOT, SHORTER, cut_host, deployment, prompts, random_host, random_pack
 
@@ -276,7 +277,7 @@ def _stopped(folder: Path, watched: Watched, rule: dict[str, Any], **arguments: 
     params = SamplingParams(temperature=0.0, max_tokens=24)
     told = {}
     for action in ("record", "stop"):
-        file = deployment(folder / f"{action}.json", watched.pack, [{**rule, "action": action}])
+        file = deployment(folder / f"rule_{action}.json", watched.pack, [{**rule, "action": action}])
         with VllmClient(file) as client:
             llm = engine(whole, client, **arguments)
             outputs = ask(llm, asked, params)
@@ -407,6 +408,7 @@ def main() -> None:
         except Exception:
             traceback.print_exc()
             continue
+        found["commit"] = commit()
         found["seconds"] = round(time.perf_counter() - begin, 1)
         write_text_atomically(folder / f"{name}.json", json.dumps(found, indent=1) + "\n")
         print(f"   {found['seconds']} s", flush=True)

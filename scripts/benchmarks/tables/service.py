@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from probemon.util.counted import counted
+
 _OPERATIONS = {
     "series_8000_concepts": "series of a run with a random pack of 8,000 concepts, none by name",
     "scrape_ms": "a scrape with 100 concepts by name, median, ms",
@@ -77,7 +79,7 @@ _VLLM = {
     "asynchronous": "of V2 all ran with asynchronous scheduling but the drafts, where vLLM has none",
     "schedule_exact": "the schedule below: 0 wrong, 0 missing, no firing apart, cached prompts seen, some preempted",
     "client_streams_exact": "OpenAI's client streams two answers of `vllm serve`, each token with its concepts",
-    "ranks_stop_exact": "the same with two ranks of tensor parallelism, on runner V1",
+    "ranks_stop_exact": "stops of two ranks of tensor parallelism, on runner V1, are as exact",
     "soak_grown_mb": "growth of a process over the soak's second half, beyond vLLM alone under the same load, MB",
 }
 
@@ -107,6 +109,8 @@ def vllm(found: dict[str, Any]) -> list[str]:
         lines.append(f"| {_VLLM[name]} | {shown} | {bar} |")
     for prefix, where in (("v1_", "on runner V1"), ("newer_", f"with vLLM {found['newer']}")):
         others = [claim for name, claim in found["claims"].items() if name.startswith(prefix)]
+        if not others:
+            continue
         held = sum(claim["holds"] for claim in others)
         lines.append(f"| of these, those that were tried {where}, and hold there | {held} | {len(others)} |")
     return lines
@@ -137,8 +141,8 @@ def vllm_schedule(found: dict[str, Any]) -> list[str]:
     counts = part["counts"]
     return [
         f"{counts['requests']} requests, {counts['aborted']} of them aborted, {counts['several']} with three answers,"
-        f" {part['preemptions']:.0f} preemptions: of {part['tokens']:,} tokens {part['seen']:,} have scores,"
-        f" {part['cached_shown']:,} of these from the prefix cache, {part['last']} were the last of their answers,"
+        f" {counted(int(part['preemptions']), 'preemption')}: of {part['tokens']:,} tokens {part['seen']:,} have"
+        f" scores, {part['cached_shown']:,} of these from the prefix cache, {part['last']} were the last of their answers,"
         f" {part['wrong']} are wrong and {part['missing']} missing. {part['flips']} of {part['fired']:,} (token, probe)"
         f" pairs that fire do so in one alone; scores are at most {part['score_max_difference']:.1e} apart."
     ]
@@ -156,6 +160,6 @@ def vllm_soak(found: dict[str, Any]) -> list[str]:
     return [
         f"{counts['requests']:,} requests, {counts['aborted']} of them aborted, {part['preemptions']:.0f} preemptions:"
         f" of {counts['tokens']:,} tokens {counts['seen']:,} have scores, {counts['cached']:,} came from the prefix"
-        f" cache, {counts['last']:,} were the last of their answers, and {counts['missing']} are missing. Over its"
-        f" second half the worker grew by {grown['worker']:.1f} MB, the client by {grown['client']:.1f}{beside}."
+        f" cache without any, {counts['last']:,} were the last of their answers, and {counts['missing']} are missing."
+        f" Over its second half the worker grew by {grown['worker']:.1f} MB, the client by {grown['client']:.1f}{beside}."
     ]

@@ -142,7 +142,8 @@ def vllm_schedule(found: dict[str, Any]) -> list[str]:
     return [
         f"{counts['requests']} requests, {counts['aborted']} of them aborted, {counts['several']} with three answers,"
         f" {counted(int(part['preemptions']), 'preemption')}: of {part['tokens']:,} tokens {part['seen']:,} have"
-        f" scores, {part['cached_shown']:,} of these from the prefix cache, {part['last']} were the last of their answers,"
+        f" scores, {part['cached_shown']:,} of these from the prefix cache, {part['last']} were the last of their"
+        " answers,"
         f" {part['wrong']} are wrong and {part['missing']} missing. {part['flips']} of {part['fired']:,} (token, probe)"
         f" pairs that fire do so in one alone; scores are at most {part['score_max_difference']:.1e} apart."
     ]
@@ -161,5 +162,6 @@ def vllm_soak(found: dict[str, Any]) -> list[str]:
         f"{counts['requests']:,} requests, {counts['aborted']} of them aborted, {part['preemptions']:.0f} preemptions:"
         f" of {counts['tokens']:,} tokens {counts['seen']:,} have scores, {counts['cached']:,} came from the prefix"
         f" cache without any, {counts['last']:,} were the last of their answers, and {counts['missing']} are missing."
-        f" Over its second half the worker grew by {grown['worker']:.1f} MB, the client by {grown['client']:.1f}{beside}."
+        f" Over its second half the worker grew by {grown['worker']:.1f} MB, the client by"
+        f" {grown['client']:.1f}{beside}."
     ]

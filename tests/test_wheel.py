@@ -104,7 +104,11 @@ def test_wheel_metadata_names_authors_extras_and_entry_point(installed):
     assert {"Name: probemon", "Version: 0.1.0", "Author: The probemon authors", "Provides-Extra: demo"} <= set(metadata)
     assert sum(line.startswith("Classifier: ") for line in metadata) >= 8
     assert not any("llama" in line or "Requires-Dist: llm" in line for line in metadata)
-    assert (folder / "entry_points.txt").read_text() == "[console_scripts]\nprobemon = probemon.cli:main\n"
+    assert (folder / "entry_points.txt").read_text() == (
+        "[console_scripts]\nprobemon = probemon.cli:main\n\n"
+        "[vllm.endpoint_plugins]\nprobemon = probemon.ops.vllm.plugin:Endpoints\n\n"
+        "[vllm.general_plugins]\nprobemon = probemon.ops.vllm.plugin:watch_engines\n"
+    )
     assert (installed / "probemon/py.typed").is_file()
 
 

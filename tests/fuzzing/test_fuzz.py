@@ -178,7 +178,7 @@ def test_fuzzer_detects_wrong_scores(room, monkeypatch):
     monkeypatch.setattr(
         flat,
         "stack",
-        lambda probes: {name: tensor * 1.01 if name == "b1" else tensor for name, tensor in real(probes).items()},
+        lambda *given: {name: tensor * 1.01 if name == "b1" else tensor for name, tensor in real(*given).items()},
     )
     verdict = room.run("steerkit", tree, Random(0))
     assert verdict.trouble is not None and verdict.trouble.startswith("wrong: 'refusal'")

@@ -192,9 +192,9 @@ class _Reply:
         one = self._choices[index]
         prompt = choice.get("prompt_token_ids") or content.get("prompt_token_ids")
         if prompt and not one.prompt:
-            one.prompt = list(prompt)
+            one.begin(prompt)
         elif not one.prompt and self._n_prompts == 1:  # a stream gives it once, with its first choice
-            one.prompt = next((other.prompt for other in self._choices.values() if other.prompt), [])
+            one.begin(next((other.prompt for other in self._choices.values() if other.prompt), ()))
         return one
 
     def _without_ids(self, content: dict[str, Any]) -> dict[str, Any]:
@@ -223,6 +223,10 @@ class _Choice:
         tells_prompt = reply.watch.prompt and index % reply.n == 0  # once for all answers to a prompt
         self._n_told, self._n_events, self._n_same = (0 if tells_prompt else -1), 0, 0
         self._log_found: RequestLog | None = None
+
+    def begin(self, prompt: Sequence[int]) -> None:
+        """Take the ids of the prompt."""
+        self.prompt = list(prompt)
 
     def take(self, choice: Mapping[str, Any], text: str) -> None:
         """Take the next ids and text."""

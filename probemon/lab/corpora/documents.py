@@ -52,12 +52,10 @@ from probemon.util.file_kinds import (
 )
 from probemon.util.first_sentence import first_sentence
 from probemon.util.harmless_text import is_unicode
-from probemon.util.row_files import reads, rows_of
+from probemon.util.row_files import ALWAYS_BYTES, MOST_TIMES, reads, rows_of
 from probemon.util.strict_json import loads
 
 MAX_CHARS = 2_000_000
-# Bounds against decompression bombs; texts grow some ten times.
-MOST_TIMES, ALWAYS_BYTES = 200, 64 << 20
 # Compressed dictionaries of parquet columns are read whole; over the smaller bound, rows are read one by one.
 MAX_DICTIONARY_BYTES, LARGE_DICTIONARY_BYTES = 16 << 20, 2 << 20
 OPENAI = "OpenAI messages"
@@ -307,7 +305,15 @@ def _of_rows(path: Path, fields: _Fields) -> Iterator[_Row]:
         raise ConfigError(
             f"{path} has no field {fields.text!r}, it has {', '.join(map(str, row))[:200]}: name the field of the texts"
         )
-    return (one for where, item in itertools.chain([first], rows) for one in _of_item(item, _place(where), fields))
+    return _readable(path, itertools.chain([first], rows), fields)
+
+
+def _readable(path: Path, rows: Iterator[tuple[str, Mapping[str, Any]]], fields: _Fields) -> Iterator[_Row]:
+    try:
+        for where, item in rows:
+            yield from _of_item(item, _place(where), fields)
+    except ConfigError as error:  # earlier rows stay
+        yield _Row(path.name, reason=f"cannot be read (further): {error}")
 
 
 def _place(where: str) -> str:

@@ -465,6 +465,13 @@ def test_damaged_documents_are_an_error_alone_and_bad_in_a_folder(tmp_path, name
     assert read["note.txt"].text == "ships" and len(read) == 2 and all(name in d.id for d in read.values() if d.reason)
 
 
+def test_rows_before_a_damaged_one_stay(tmp_path):
+    (tmp_path / "mails.csv").write_text("id,text\n1,whales\n2,ships,and more\n")
+    found = told(tmp_path / "mails.csv")
+    assert [text for _, _, text, _ in found] == ["whales", ""]
+    assert "cannot be read (further)" in found[1][3] and "row 2" in found[1][3]
+
+
 def archive(kind):
     """Two JSON lines in an archive or a table of some kind."""
     rows, packed = b'{"text": "whales"}\n{"text": "ships"}\n', io.BytesIO()

@@ -26,7 +26,7 @@ from probemon.monitor.stream import TokenEvent, stream, stream_async
 
 if TYPE_CHECKING:
     from probemon.lab.corpora.analysis_folder import Analysis
-    from probemon.lab.corpora.documents import Source
+    from probemon.lab.corpora.documents import Documents, Source
     from probemon.lab.training.collect import Collected
 
 _OF_THE_MACHINE = {"device", "impl", "arena_bytes", "cache_bytes", "prefetch", "strategy", "late"}
@@ -182,7 +182,7 @@ class DynamicProbeManager(Scorer):
         self,
         model: Any,
         tokenizer: Any,
-        documents: Source,
+        documents: Source | Documents,
         out: str | os.PathLike[str],
         *,
         resume: bool = False,

@@ -129,6 +129,25 @@ Overlap = Annotated[
 TextField = Annotated[str, typer.Option(help="Name of the text in JSON lines and parquet.")]
 IdField = Annotated[str, typer.Option(help="Name of the document's id in JSON lines and parquet.")]
 
+ChatFormat = Annotated[
+    str,
+    typer.Option(
+        "--format",
+        metavar="FORM",
+        help="The form of chats, such as ShareGPT or 'OpenAI messages'. Default: recognised row by row.",
+    ),
+]
+Encoding = Annotated[
+    str, typer.Option(help="Encoding of texts without a byte order mark: utf-8, latin-1, cp1252, utf-16-le, ...")
+]
+On = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="PART",
+        help="The part of a chat that counts: assistant, user, system, developer, tool or reasoning; may be repeated.",
+    ),
+]
+
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON object.")]
 JsonBesideView = Annotated[
     bool, typer.Option("--json", help="One JSON object on standard output; the view goes to standard error.")

@@ -4,11 +4,16 @@ said = normalised(messages)                       # OpenAI's form
 for form in forms(said, source):                  # the likeliest first
     form.of(said)                                 # the template's messages
 probed(said), wrong_arguments(text, said)         # checks tool arguments
+reasoning_in("<think>So.</think>Yes.")            # (7, 10, 18)
+
+Reasoning of the assistant stands in a field of its message (`reasoning_content`), or in <think> at the beginning of its
+content.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
@@ -21,6 +26,10 @@ from probemon.util.strict_json import loads, no_constant
 Message = Mapping[str, Any]
 Messages = Sequence[Message]
 ROLES = ("system", "developer", "user", "assistant", "tool")
+REASONING = "reasoning"
+PARTS = (*ROLES, REASONING)  # of a chat
+_FIELDS = ("reasoning_content", "reasoning", "thinking")  # names of it in messages
+_OPENS, _SHUTS = "<think>", "</think>"
 
 
 @dataclass(frozen=True)
@@ -31,19 +40,23 @@ class ChatForm:
     - `system`: "developer" as "system"
     - `empty`: empty content as "" (""), left out ("absent") or None ("null")
     - `objects`: tool arguments as objects, else JSON text
+    - `reasoning`: as this field of a message, within the "content", or as it is given ("")
+    - `answered`: the last message stands behind the generation prompt, as the model writes it
     """
 
     parts: bool = False
     system: bool = False
     empty: str = ""
     objects: bool = True
+    reasoning: str = ""
+    answered: bool = False
 
     def of(self, messages: Messages) -> list[dict[str, Any]]:
         """Return normalised messages in this form."""
         return [self._given(message) for message in messages]
 
     def _given(self, message: Message) -> dict[str, Any]:
-        converted = dict(message)
+        converted = _with_reasoning(message, self.reasoning)
         if self.system and converted.get("role") == "developer":
             converted["role"] = "system"
         content = converted.get("content")
@@ -59,7 +72,7 @@ class ChatForm:
         return converted
 
 
-def forms(messages: Messages, source: str) -> Iterator[ChatForm]:
+def forms(messages: Messages, source: str, prompting: bool) -> Iterator[ChatForm]:
     """Yield possible forms, the likeliest first; `source` is the template's."""
     is_empty = any(message.get("role") == "assistant" and message["content"] == "" for message in messages)
     has_objects = any(_is_object(arguments) for _, _, arguments in calls_of(messages))
@@ -70,8 +83,79 @@ def forms(messages: Messages, source: str) -> Iterator[ChatForm]:
         for_developers,
         ("", "absent", "null") if is_empty else ("",),
         (True, False)[: 1 + has_objects],
+        _ways_to_reason(messages, source, prompting),
     )
-    return (ChatForm(*axis) for axis in product(*axes))
+    return (ChatForm(*axis[:4], *axis[4]) for axis in product(*axes))
+
+
+def _ways_to_reason(messages: Messages, source: str, prompting: bool) -> list[tuple[str, bool]]:
+    """Return values of `reasoning` and `answered`."""
+    known = [name for name in _FIELDS if re.search(rf"\b{name}\b", source)]
+    if prompting:  # <think> in earlier turns is the template's to handle
+        is_stated = any(name in message for message in messages for name in _FIELDS)
+        return [(known[0] if known and is_stated else "", False)]
+    if not any(map(reasons, messages)):
+        return [("", False)]
+    may_follow = reasons(messages[-1]) and not messages[-1].get("tool_calls")
+    return [*((name, False) for name in (*known, "content")), *([("content", True)] if may_follow else [])]
+
+
+def reasons(message: Message) -> bool:
+    """Return whether a normalised message has reasoning."""
+    if message.get("role") != "assistant":
+        return False
+    inside = reasoning_in(message["content"])
+    return bool(stated_reasoning(message)) or (inside is not None and inside[0] < inside[1])
+
+
+def reasoning_in(content: str) -> tuple[int, int, int] | None:
+    """Return where reasoning within a content starts and ends, and where the answer starts; None if there is none.
+
+    It may lack <think>, which some prompts end with, or </think>, if the answer was cut off.
+    """
+    begin = len(content) - len(content.lstrip())
+    is_opened = content.startswith(_OPENS, begin)
+    start = begin + len(_OPENS) if is_opened else 0
+    stop = content.find(_SHUTS, start)
+    if stop < 0 and not is_opened:
+        return None
+    answer = len(content) if stop < 0 else stop + len(_SHUTS)
+    stop = len(content) if stop < 0 else stop
+    start = stop - len(content[start:stop].lstrip("\n"))
+    stop = start + len(content[start:stop].rstrip("\n"))
+    return start, stop, len(content) - len(content[answer:].lstrip("\n"))
+
+
+def with_other_reasoning(message: Message, reasoning: str) -> dict[str, Any]:
+    """Return a normalised message that reasons with other reasoning."""
+    if stated_reasoning(message):
+        name = next(name for name in _FIELDS if message.get(name))
+        return {**message, name: reasoning}
+    inside = reasoning_in(message["content"])
+    assert inside is not None
+    start, stop, _ = inside
+    return {**message, "content": message["content"][:start] + reasoning + message["content"][stop:]}
+
+
+def stated_reasoning(message: Message) -> str:
+    """Return the reasoning of a message's own field, or ""."""
+    return next((str(message[name]) for name in _FIELDS if isinstance(message.get(name), str)), "").strip("\n")
+
+
+def _with_reasoning(message: Message, where: str) -> dict[str, Any]:
+    converted, content = dict(message), message.get("content")
+    if not where or message.get("role") != "assistant" or not isinstance(content, str):
+        return converted
+    stated, inside = stated_reasoning(message), reasoning_in(content)
+    converted = {name: value for name, value in converted.items() if name not in _FIELDS}
+    if stated and where == "content":
+        converted["content"] = f"{_OPENS}\n{stated}\n{_SHUTS}\n\n{content}"
+    elif stated:
+        converted[where] = stated
+    elif inside is not None and where != "content":
+        start, stop, answer = inside
+        converted |= {where: content[start:stop], "content": content[answer:]}
+    return converted
 
 
 def normalised(messages: Any) -> list[dict[str, Any]]:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from probemon.errors import ChatRefused, closest
+from probemon.errors import ChatRefused, ConfigError, ProbemonError, closest
 from probemon.host.chat_forms import ROLES
 from probemon.util.strict_json import loads
 
@@ -65,6 +65,12 @@ def chats_as(shape: str, row: Row) -> list[ShapedChat]:
     if shape not in _SHAPES:
         raise ChatRefused(f"no shape is named {shape!r:.60}{closest(shape, SHAPES)}: give one of {', '.join(SHAPES)}")
     return [ShapedChat(shape, *chat) for chat in _SHAPES[shape][0](row)]
+
+
+def check_shape(shape: str, error: type[ProbemonError] = ConfigError) -> None:
+    """Raise an error for what names no shape; "" is to recognise it."""
+    if shape and shape not in SHAPES:
+        raise error(f"format is {shape!r:.60}{closest(shape, SHAPES)}: give one of {', '.join(SHAPES)}")
 
 
 def _a(kind: Any, value: Any, where: str) -> Any:

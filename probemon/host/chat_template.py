@@ -26,7 +26,10 @@ from probemon.host.chat_forms import (
     forms,
     normalised,
     probed,
+    reasoning_in,
+    reasons,
     with_arguments,
+    with_other_reasoning,
     wrong_arguments,
 )
 
@@ -54,16 +57,18 @@ class Chat:
     @cached_property
     def ids(self) -> list[int]:
         """The tokens of the chat."""
+        if self.form.answered:
+            return list(self._template.tokenizer(self.text, add_special_tokens=False)["input_ids"])
         return self._template.ids(self.messages, self._prompting)
 
     @cached_property
     def reads_date(self) -> bool:
         """True if the text contains the date."""
-        return self._template.reads_date(self.messages, self._prompting)
+        return self._template.reads_date(self.form, self.said, self._prompting)
 
     def written(self, messages: Messages, *, add_generation_prompt: bool = False) -> str:
         """Return other normalised messages in the same form."""
-        return self._template.write(self.form.of(messages), add_generation_prompt)
+        return self._template.write(self.form, messages, add_generation_prompt)
 
 
 def render(
@@ -81,7 +86,7 @@ def render(
     """
     template = _Template(tokenizer, list(tools) if tools else None, None if date is None else parse_date(date))
     chat, refusals, texts = normalised(messages), list[ChatRefused](), set[str]()
-    for form in forms(chat, template.source):
+    for form in forms(chat, template.source, add_generation_prompt):
         try:
             text = _text(template, form, chat, add_generation_prompt)
             if text in texts:  # refused already in another form
@@ -123,18 +128,25 @@ class _Template:
     def source(self) -> str:
         return source_of(self.tokenizer, self.tools)
 
-    def write(self, messages: list[dict[str, Any]], prompting: bool, *, with_tools: bool = True) -> str:
-        return str(self._applied(messages, prompting, self.day, with_tools, tokenize=False))
+    def write(self, form: ChatForm, messages: Messages, prompting: bool, *, with_tools: bool = True) -> str:
+        """Return the text of normalised messages."""
+        return self._written(form, messages, prompting, self.day, with_tools)
 
     def ids(self, messages: list[dict[str, Any]], prompting: bool) -> list[int]:
         return list(self._applied(messages, prompting, self.day, True, tokenize=True, return_dict=False))
 
-    def reads_date(self, messages: list[dict[str, Any]], prompting: bool) -> bool:
+    def reads_date(self, form: ChatForm, messages: Messages, prompting: bool) -> bool:
         if not may_read_date(self.source):
             return False
         days = (Day(2001, 2, 3), Day.fromordinal(Day(2001, 2, 3).toordinal() + _OTHER_DAY))
-        first, second = (self._applied(messages, prompting, day, True, tokenize=False) for day in days)
-        return bool(first != second)
+        first, second = (self._written(form, messages, prompting, day, True) for day in days)
+        return first != second
+
+    def _written(self, form: ChatForm, messages: Messages, prompting: bool, day: Day | None, with_tools: bool) -> str:
+        if prompting or not form.answered:
+            return str(self._applied(form.of(messages), prompting, day, with_tools, tokenize=False))
+        prompt = str(self._applied(form.of(messages[:-1]), True, day, with_tools, tokenize=False))
+        return prompt + _behind(prompt, ChatForm(reasoning="content").of(messages[-1:])[0]["content"])
 
     def _applied(
         self, messages: list[dict[str, Any]], prompting: bool, day: Day | None, with_tools: bool, **options: Any
@@ -150,22 +162,37 @@ def _text(template: _Template, form: ChatForm, chat: Messages, prompting: bool) 
     """Return a chat's text in a form. Raises `ChatRefused` on the template's errors."""
 
     def write(messages: Messages) -> str:
-        return template.write(form.of(messages), prompting)
+        return template.write(form, messages, prompting)
 
     try:
         return write(chat)
+    except ChatRefused:
+        raise
     except Exception as error:  # templates run arbitrary code
         raise _refused(write, chat, error) from error
+
+
+def _behind(prompt: str, content: str) -> str:
+    """Return what a model writes behind a generation prompt, which may begin its reasoning. Raises `ChatRefused`."""
+    end, found = prompt.rstrip(), reasoning_in(content)
+    if found is None:
+        return content
+    if end.endswith("</think>"):
+        raise ChatRefused("the chat template closes reasoning before the answer: leave the reasoning out")
+    is_begun, opening = end.endswith("<think>"), content[: found[0]]
+    if is_begun:
+        return content[found[0] :]
+    return content if "<think>" in opening else f"<think>\n{content[found[0] :]}"
 
 
 def _check(template: _Template, form: ChatForm, chat: Messages, prompting: bool, text: str) -> None:
     """Raise `ChatRefused` if the text loses or changes a part of the chat."""
 
     def write(messages: Messages) -> str:
-        return template.write(form.of(messages), prompting)
+        return template.write(form, messages, prompting)
 
     if template.tools is not None and not _changes(
-        lambda messages: template.write(form.of(messages), prompting, with_tools=False), chat, text
+        lambda messages: template.write(form, messages, prompting, with_tools=False), chat, text
     ):
         raise ChatRefused("the chat template leaves out tools: the model never reads them", None, "tools")
     if lost := left_out(write, chat):
@@ -176,6 +203,8 @@ def _check(template: _Template, form: ChatForm, chat: Messages, prompting: bool,
             at,
             part,
         )
+    if not prompting and reasons(chat[-1]):
+        _check_reasoning(write, chat, text)
     _check_arguments(write, chat, form)
     _check_empty(write, chat, text)
     if form.parts and any(
@@ -227,6 +256,15 @@ def _check_arguments(write: Callable[[Messages], str], chat: Messages, form: Cha
             " object, or leave the call out",
             at,
             part,
+        )
+
+
+def _check_reasoning(write: Callable[[Messages], str], chat: Messages, text: str) -> None:
+    """Raise `ChatRefused` if the template leaves out what the last answer follows from."""
+    if not _changes(write, [*chat[:-1], with_other_reasoning(chat[-1], "probed")], text):
+        at = len(chat) - 1
+        raise ChatRefused(
+            f"the chat template leaves out the reasoning of messages[{at}]: the model never reads it", at, "reasoning"
         )
 
 

@@ -1,8 +1,9 @@
-"""Reads rows from tables in text, JSON documents, Arrow files, folders of `datasets`, inspect-ai logs and zstd.
+"""Reads rows from tables in text, JSON documents, Arrow files, folders of `datasets` and inspect-ai logs.
 
     if reads(path):                                # "CSV", "a folder of datasets", ...; "" for other files
         for where, row in rows_of(path):
             ...                                    # "mails.csv, row 1", {"text": "Hello", "label": "spam"}
+    with opened(path, "latin-1") as stream:        # bytes of UTF-8, decompressed
 
 - tables in text: separator and byte order mark are found, cells stay texts, empty cells are left out of a row
 - `.eval` of inspect-ai: a sample is a row, and nothing is unpacked to disk
@@ -37,7 +38,8 @@ Row = tuple[str, Mapping[str, Any]]
 MOST_TIMES, ALWAYS_BYTES = 200, 64 << 20  # against decompression bombs; texts grow some ten times
 MOST_TEXT = 1 << 30  # characters of a JSON document, a line or a cell
 _CSV, _TSV, _ARRAY, _OBJECT, _FEATHER, _ARROW = "CSV", "TSV", "a JSON array", "one JSON object", "Feather", "Arrow"
-_LOG, _FOLDER, _ZSTD_LINES, _ZSTD_TEXT = "an inspect-ai log", "a folder of datasets", "JSON lines (zstd)", "text (zstd)"
+_LOG, _FOLDER = "an inspect-ai log", "a folder of datasets"
+DOCUMENTS = (_ARRAY, _OBJECT, _LOG)  # kinds whose values have types
 _JSON, _PLAIN = (".jsonl", ".ndjson", ".json"), (".txt", ".text", ".md", ".rst", ".tex")
 _ELSEWHERE = (*_PLAIN, ".yaml", ".yml", ".ipynb", ".parquet")  # JSON in these is a text, or means something else
 _SEPARATORS = {",": "commas", ";": "semicolons", "\t": "tabs", "|": "pipes"}
@@ -50,7 +52,7 @@ def reads(path: Path) -> str:
     """Return the kind of a file or folder that `rows_of` reads, or ""."""
     if not path.is_file():
         return _FOLDER if path.is_dir() and file_kinds.dataset_folder(path) else ""
-    (suffix, packed), begin = _suffixes(path), _begin(path)
+    (suffix, packed), begin = suffixes(path), _begin(path)
     if suffix in (".csv", ".tsv"):
         return suffix[1:].upper()
     if not packed and suffix == ".eval" and begin.startswith(b"PK"):
@@ -58,20 +60,12 @@ def reads(path: Path) -> str:
     is_arrow = begin.startswith((b"ARROW1\0\0", b"FEA1\0")) or "Arrow stream" in file_kinds.kind_of_bytes(begin)
     if not packed and (is_arrow or suffix in (".feather", ".arrow")):
         return _FEATHER if suffix == ".feather" or begin.startswith(b"FEA1") else _ARROW
-    if kind := _document_kind(suffix, begin):
-        return kind
-    if packed == ".zst" and (suffix in _JSON or (not suffix and file_kinds.begins_json(begin))):
-        return _ZSTD_LINES
-    is_text = suffix in _PLAIN or (not suffix and begin and not file_kinds.kind_of_bytes(begin))
-    return _ZSTD_TEXT if packed == ".zst" and is_text else ""
+    return _document_kind(suffix, begin)
 
 
 def rows_of(path: Path, *, encoding: str = "utf-8") -> Iterator[Row]:
     """Read rows, each with where it is. `encoding`: of texts without a byte order mark. Raises `ConfigError`."""
-    try:
-        "".encode(encoding)
-    except LookupError:
-        raise ConfigError(f"{encoding!r} is no encoding of texts: give --encoding latin-1, cp1252 or another") from None
+    check_encoding(encoding)
     try:
         kind = reads(path)
         if kind in (_CSV, _TSV):
@@ -84,16 +78,22 @@ def rows_of(path: Path, *, encoding: str = "utf-8") -> Iterator[Row]:
             yield from _log(path)
         elif kind in (_ARRAY, _OBJECT, _LOG):
             yield from _document(path, kind, encoding)
-        elif kind:
-            yield from _lines(path, kind == _ZSTD_LINES, encoding)
         else:
-            raise ConfigError(f"{path} holds no rows that can be read: give .csv, .json, .arrow, .eval or .jsonl.zst")
+            raise ConfigError(f"{path} holds no rows that can be read: give .csv, .json, .arrow or .eval")
     except OSError as error:
         what = f"{error.filename or path} cannot be read ({error.strerror or error})"
         raise ConfigError(f"{what}: check that it is there, and its permissions") from error
 
 
-def _suffixes(path: Path) -> tuple[str, str]:
+def check_encoding(encoding: str) -> None:
+    """Raise `ConfigError` for what is no encoding of texts."""
+    try:
+        "".encode(encoding)
+    except LookupError:
+        raise ConfigError(f"{encoding!r} is no encoding of texts: give --encoding latin-1, cp1252 or another") from None
+
+
+def suffixes(path: Path) -> tuple[str, str]:
     """Return the suffix of a file without that of its compression, and that of its compression or ""."""
     packed = path.suffix.lower() if path.suffix.lower() in (".gz", ".zst") else ""
     return Path(path.stem if packed else path.name).suffix.lower(), packed
@@ -121,8 +121,28 @@ def _document_kind(suffix: str, begin: bytes) -> str:
     return _OBJECT if is_object and suffix not in _ELSEWHERE else ""
 
 
-def open_zstd(path: Path) -> BinaryIO:
-    """Open a file that zstd compressed. Reading raises `ConfigError` over the bound. Raises `MissingExtra`."""
+def opened(path: Path, encoding: str = "utf-8") -> BinaryIO:
+    """Open a text, also by gzip or zstd, as bytes of UTF-8. `encoding`: of a text without a byte order mark.
+
+    Raises `MissingExtra`; reading raises `ConfigError` over the bound, and `UnicodeDecodeError`.
+    """
+    stream = _opened(path)
+    mark = next(filter(stream.peek(4).startswith, _MARKS), b"")
+    encoding = _MARKS.get(mark, encoding)
+    if encoding == "utf-8":
+        return stream
+    stream.read(len(mark))
+    return io.BufferedReader(_Recoded(stream, encoding))
+
+
+def _opened(path: Path) -> Any:
+    _, packed = suffixes(path)
+    if packed == ".gz":
+        return io.BufferedReader(_Unpacked(gzip.GzipFile(path), path.stat().st_size, path.name))
+    return _open_zstd(path) if packed else path.open("rb")
+
+
+def _open_zstd(path: Path) -> io.BufferedReader:
     try:
         stream = importlib.import_module("compression.zstd").ZstdFile(path)  # Python 3.14
     except ImportError:
@@ -130,11 +150,25 @@ def open_zstd(path: Path) -> BinaryIO:
     return io.BufferedReader(_Unpacked(stream, path.stat().st_size, path.name))
 
 
-def _opened(path: Path) -> Any:
-    _, packed = _suffixes(path)
-    if packed == ".gz":
-        return io.BufferedReader(_Unpacked(gzip.GzipFile(path), path.stat().st_size, path.name))
-    return open_zstd(path) if packed else path.open("rb")
+class _Recoded(io.RawIOBase):
+    """A text as bytes of UTF-8."""
+
+    def __init__(self, stream: BinaryIO, encoding: str) -> None:
+        self._text, self._left = io.TextIOWrapper(stream, encoding, newline=""), b""
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        """Raises `UnicodeDecodeError`."""
+        self._left = self._left or self._text.read(len(buffer)).encode()
+        data, self._left = self._left[: len(buffer)], self._left[len(buffer) :]
+        buffer[: len(data)] = data
+        return len(data)
+
+    def close(self) -> None:
+        self._text.close()
+        super().close()
 
 
 class _Unpacked(io.RawIOBase):
@@ -258,14 +292,6 @@ def _document(path: Path, kind: str, encoding: str) -> Iterator[Row]:
             raise ConfigError(f"{name} is {_LOG} without samples: give one of an evaluation that has ended")
     for number, item in enumerate(value, 1):
         yield _object(item, f"{name}, {unit} {number}")
-
-
-def _lines(path: Path, as_json: bool, encoding: str) -> Iterator[Row]:
-    with _text(path, encoding, "\n") as stream:
-        for number, line in enumerate(iter(lambda: stream.readline(MOST_TEXT), ""), 1):
-            where = f"{path.name}, line {number}"
-            if line.strip():
-                yield _object(_parsed(line, where), where) if as_json else (where, {"text": line.rstrip("\r\n")})
 
 
 def _parsed(text: str | bytes, where: str) -> Any:

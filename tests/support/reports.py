@@ -3,6 +3,7 @@
 import numpy as np
 import pyarrow as pa
 
+from probemon.host.chat_forms import PARTS
 from probemon.lab.corpora.analysis_files import COUNTED, schemas
 from probemon.lab.corpora.analysis_folder import Analysis
 
@@ -32,7 +33,8 @@ def write_analysis(folder, documents, concepts, *, identity=None, finish=True, s
                 word = text[start:end] if text is not None and start >= 0 else ""
                 for c, score in sorted(scores.items()):
                     score = float(np.float32(score))
-                    rows.append((d, name, position, start, end, position, word, concepts[c][0], levels[c], score))
+                    own = (d, name, position, start, end, position, word, concepts[c][0], levels[c], score)
+                    rows.append((*own, None, None))
                     pairs.setdefault((d, c), []).append((score, -position))
                     n_rows += 1
             active = len(concepts) * len(tokens) // 2
@@ -86,6 +88,7 @@ def write_analysis(folder, documents, concepts, *, identity=None, finish=True, s
                 sum(map(len, mine[c])),
                 max((max(found)[0] for found in mine[c]), default=0.0),
                 sum(score for found in mine[c] for score, _ in found),
+                [0] * len(PARTS),
             )
             for c, (cid, name, parents, threshold) in enumerate(concepts)
         ]

@@ -1,4 +1,4 @@
-"""Rows of tables in text, JSON documents, logs of inspect-ai, Arrow files, folders of `datasets`, and zstd."""
+"""Rows of tables in text, JSON documents, logs of inspect-ai, Arrow files, folders of `datasets`; opened texts."""
 
 import gzip
 import json
@@ -13,7 +13,7 @@ from pyarrow import feather
 
 from probemon.errors import ConfigError
 from probemon.util import row_files
-from probemon.util.row_files import class_names, open_zstd, reads, rows_of, with_class_names
+from probemon.util.row_files import class_names, opened, reads, rows_of, with_class_names
 
 TWO = [{"text": "Hi", "label": "a"}, {"text": "Yo", "label": "b"}]
 LOG = {"version": 2, "status": "success", "eval": {"task": "t"}, "samples": [{"id": 1, "epoch": 1}, {"id": 2}]}
@@ -254,6 +254,7 @@ def test_documents_are_bounded(tmp_path, monkeypatch):
         ("t.parquet", b"PAR1"),
         ("t.eval", "eval"),
         ("t.jsonl.gz", gzip.compress(b'{"text": "Hi"}\n', mtime=0)),
+        ("t.jsonl.zst", zstd(b'{"text": "Hi"}\n')),
         ("t.tar.zst", zstd(b"Hi")),
         ("t.zst", zstd(b"%PDF-1.7 ...")),
         ("empty", ""),
@@ -335,50 +336,44 @@ def test_samples_are_bounded(tmp_path, monkeypatch, method):
     assert "samples/1.json decompresses to more than 200 times its size" in refusal(path)
 
 
-# Zstd
+# Texts
 
 
-def test_lines_of_zstd(tmp_path):
-    path = written(
-        tmp_path / "t.jsonl.zst", zstd(b'\xef\xbb\xbf{"text": "Hi"}\r\n\n') + zstd(b'{"text": "\xe2\x80\xa8"}')
-    )
-    assert reads(path) == "JSON lines (zstd)"
-    assert list(rows_of(path)) == [("t.jsonl.zst, line 1", {"text": "Hi"}), ("t.jsonl.zst, line 3", {"text": "\u2028"})]
-
-
-@pytest.mark.parametrize("name", ["t.txt.zst", "t.md.zst", "t.zst"])
-def test_texts_of_zstd(tmp_path, name):
-    path = written(tmp_path / name, zstd("Hi \r\n\nÄ\x85\rb".encode()))
-    assert reads(path) == "text (zstd)"
-    assert list(rows_of(path)) == [(f"{name}, line 1", {"text": "Hi "}), (f"{name}, line 3", {"text": "Ä\x85\rb"})]
-
-
-@pytest.mark.parametrize("name", ["t.json.zst", "t.ndjson.zst", "t.zst"])
-def test_json_lines_of_zstd_by_their_begin(tmp_path, name):
-    path = written(tmp_path / name, zstd(b'{"a": 1}\n{"a": 2}\n'))
-    assert (reads(path), rows(path)) == ("JSON lines (zstd)", [{"a": 1}, {"a": 2}])
+@pytest.mark.parametrize("suffix", ["", ".gz", ".zst", ".ZST"])
+@pytest.mark.parametrize(
+    ("encoding", "mark", "given"),
+    [
+        ("utf-8", b"", "utf-8"),
+        ("utf-8", b"\xef\xbb\xbf", "latin-1"),
+        ("utf-16-le", b"\xff\xfe", "utf-8"),
+        ("utf-16-be", b"\xfe\xff", "utf-8"),
+        ("utf-16-le", b"", "utf-16-le"),
+        ("latin-1", b"", "latin-1"),
+    ],
+)
+def test_texts_are_opened_as_utf_8(tmp_path, suffix, encoding, mark, given):
+    text = "Ein Wal singt.\r\nÄ\n" * 9000  # longer than a buffer
+    data = mark + text.encode(encoding)
+    pack = {"": bytes, ".gz": gzip.compress}.get(suffix, zstd)
+    with opened(written(tmp_path / f"t.txt{suffix}", pack(data)), given) as stream:
+        assert stream.read().removeprefix(b"\xef\xbb\xbf").decode() == text
 
 
 @pytest.mark.parametrize(
-    ("data", "said"),
-    [
-        (zstd(b'{"a": 1}\n{"a": 2\n'), "line 2 is not valid JSON (Expecting"),
-        (zstd(b'{"a": 1}\n[2]\n'), "line 2 is list, not an object"),
-        (zstd(b'{"a": 1}\n' * 1000)[:-6], "cannot be decompressed (Truncated compressed stream): fetch or compress it"),
-        (b"plain", "cannot be decompressed"),
-    ],
+    ("data", "said"), [(zstd(b"a" * 1000)[:-6], "cannot be decompressed"), (b"plain", "cannot be decompressed")]
 )
-def test_bad_zstd_is_refused(tmp_path, data, said):
-    assert said in refusal(written(tmp_path / "t.jsonl.zst", data))
+def test_damaged_zstd_is_refused(tmp_path, data, said):
+    with pytest.raises(ConfigError, match=said), opened(written(tmp_path / "t.jsonl.zst", data)) as stream:
+        stream.read()
 
 
-def test_zstd_is_bounded(tmp_path, monkeypatch):
-    path = written(tmp_path / "t.txt.zst", zstd(b"x" * 1_000_000))
-    with open_zstd(path) as stream:
+@pytest.mark.parametrize("pack", [gzip.compress, zstd])
+def test_decompression_is_bounded(tmp_path, monkeypatch, pack):
+    path = written(tmp_path / ("t.txt.zst" if pack is zstd else "t.txt.gz"), pack(b"x" * 1_000_000))
+    with opened(path) as stream:
         assert stream.read() == b"x" * 1_000_000
     monkeypatch.setattr(row_files, "ALWAYS_BYTES", 1000)
-    assert "decompresses to more than 200 times its size" in refusal(path)
-    with open_zstd(path) as stream, pytest.raises(ConfigError, match="more than 200 times"):
+    with opened(path) as stream, pytest.raises(ConfigError, match="decompresses to more than 200 times its size"):
         stream.read()
 
 

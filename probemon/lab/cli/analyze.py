@@ -19,13 +19,14 @@ from probemon.cli.terminal import answer, plain_table, say, terminal
 from probemon.errors import ConfigError
 from probemon.host.loading import check_is_no_pack
 from probemon.lab.cli.reading import window_of
-from probemon.lab.corpora.documents import MAX_CHARS
+from probemon.lab.corpora.documents import MAX_CHARS, UTF_8
 from probemon.lab.corpora.windows import Reading
 from probemon.util.counted import counted
 
 if TYPE_CHECKING:
     from probemon.lab.corpora.analysis_folder import Analysis
     from probemon.lab.corpora.distributed import CorpusJob
+    from probemon.lab.corpora.documents import Documents
 
 _SHOWN = 10
 
@@ -37,7 +38,10 @@ def analyze(
         str,
         typer.Argument(
             metavar="INPUT",
-            help="A text file (a document a line), .jsonl, .parquet, a folder (a file each), or - for standard input.",
+            help=(
+                "A text file (a document a line), .jsonl, .parquet, .csv and others, also of chats, a folder (a file"
+                " each), or - for standard input."
+            ),
         ),
     ],
     out: Annotated[
@@ -65,6 +69,9 @@ def analyze(
     ] = False,
     text_field: opt.TextField = "text",
     id_field: opt.IdField = "id",
+    chat_format: opt.ChatFormat = "",
+    encoding: opt.Encoding = UTF_8,
+    on: opt.On = None,
     max_chars: Annotated[int, typer.Option(help="A longer document is recorded as bad.")] = MAX_CHARS,
     alert_set: opt.AlertSet = None,
     audit_rate: opt.AuditRate = 0.0,
@@ -88,14 +95,19 @@ def analyze(
     from probemon.engine.kernels import check_device
     from probemon.lab.corpora.analysis_folder import check_target
     from probemon.lab.corpora.analyze import Tables, check_apart, kernel_of
-    from probemon.lab.corpora.documents import read_documents
+    from probemon.lab.corpora.documents import Documents
     from probemon.packs.group import open_packs
 
     rank, world_size = _ranks()
     least: float | str = floor if floor == "fired" else _number("floor", floor)
     reading = Reading(
-        window_of(window, overlap), batch_tokens, special_tokens=special_tokens, parse_special=parse_special
+        window_of(window, overlap),
+        batch_tokens,
+        special_tokens=special_tokens,
+        parse_special=parse_special,
+        on=tuple(on or ()),
     )
+    documents = Documents(source, text_field, id_field, max_chars, chat_format, encoding)
     check_device(device)
     use_threads(threads)
     check_is_no_pack(model, MODEL_FIRST)
@@ -103,8 +115,7 @@ def analyze(
     # Errors show before the model is loaded.
     check_apart(source, out)
     check_target(out)
-    documents = read_documents(source, text_field=text_field, id_field=id_field, max_chars=max_chars)
-    first = None if source == "-" else next(documents, None)
+    first = None if source == "-" else next(iter(documents), None)
     if source != "-" and first is None:
         raise ConfigError(f"{source} has no documents: there is nothing to score")
     if first is not None and first.shape:
@@ -126,7 +137,7 @@ def analyze(
             not no_text,
             strict,
         )
-        _report(_with_ray(job, source, ray, text_field, id_field, max_chars), out, as_json)
+        _report(_with_ray(job, documents, source, ray), out, as_json)
         return
     manager = make_manager(opened, device=device, audit_rate=audit_rate, **kernel_of(out))
     watched_model, tokenizer = load_aloud(model, device, dtype, reads_texts=True)
@@ -134,15 +145,12 @@ def analyze(
         analysis = manager.analyze(
             watched_model,
             tokenizer,
-            source,
+            documents,
             out,
             resume=True,
             floor=least,
             reading=reading,
             keep_text=not no_text,
-            text_field=text_field,
-            id_field=id_field,
-            max_chars=max_chars,
             strict=strict,
             rank=rank,
             world_size=world_size,
@@ -151,22 +159,13 @@ def analyze(
     _report(analysis, out, as_json)
 
 
-def _with_ray(job: CorpusJob, source: str, workers: int, text_field: str, id_field: str, max_chars: int) -> Analysis:
+def _with_ray(job: CorpusJob, documents: Documents, source: str, workers: int) -> Analysis:
     from probemon.lab.corpora.distributed import analyze_dataset
 
     if workers < 0:
         raise ConfigError(f"--ray is {workers}: give 1 or more workers")
     with _progress(source) as progress:
-        return analyze_dataset(
-            source,
-            job,
-            concurrency=workers,
-            resume=True,
-            text_field=text_field,
-            id_field=id_field,
-            max_chars=max_chars,
-            progress=progress,
-        )
+        return analyze_dataset(documents, job, concurrency=workers, resume=True, progress=progress)
 
 
 @contextmanager

@@ -19,7 +19,7 @@ from probemon.cli.terminal import answer, plain_table, say, terminal
 from probemon.errors import ConfigError, PackError
 from probemon.lab.cli.reading import window_of
 from probemon.lab.cli.scored_documents import ScoredDocuments, check_readable, concepts_of, labelled
-from probemon.lab.corpora.documents import MAX_CHARS
+from probemon.lab.corpora.documents import MAX_CHARS, UTF_8
 from probemon.lab.corpora.windows import Reading
 from probemon.util.counted import counted
 from probemon.util.files import why_not_writable
@@ -104,6 +104,9 @@ def calibrate(
     ] = False,
     text_field: opt.TextField = "text",
     id_field: opt.IdField = "id",
+    chat_format: opt.ChatFormat = "",
+    encoding: opt.Encoding = UTF_8,
+    on: opt.On = None,
     max_chars: Annotated[int, typer.Option(help="A longer document is left out.")] = MAX_CHARS,
     window: opt.WindowTokens = 0,
     overlap: opt.Overlap = -1,
@@ -142,8 +145,15 @@ def calibrate(
         raise ConfigError("--benign and --positive are both standard input: give a file for one of them")
     check_device(device)
     use_threads(threads)
-    read = partial(read_documents, text_field=text_field, id_field=id_field, max_chars=max_chars)
-    reading = Reading(window_of(window, overlap))
+    read = partial(
+        read_documents,
+        text_field=text_field,
+        id_field=id_field,
+        max_chars=max_chars,
+        shape=chat_format,
+        encoding=encoding,
+    )
+    reading = Reading(window_of(window, overlap), on=tuple(on or ()))
     opened = ProbePack.from_pretrained(pack)
     target = out or _beside(pack, opened)
     _check_target(target)
@@ -169,6 +179,7 @@ def calibrate(
         "benign": ordinary.stated(),
         "positive": None if present is None else present.stated(),
         "host": {"model": name, "dtype": str(watched_model.dtype).removeprefix("torch."), "device": device},
+        "on": list(reading.on),
         "window": asdict(reading.window_for(type(watched_model).__name__, longest_input(watched_model))),
     }
     columns = watched if expand_recall is None else range(opened.n_probes)

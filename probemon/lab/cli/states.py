@@ -35,10 +35,7 @@ def states(
             " ssm_state.3 or delta.3."
         ),
     ],
-    on: Annotated[
-        list[str] | None,
-        typer.Option(help="Whose turns of a chat are kept: assistant, user, system, tool; may be repeated."),
-    ] = None,
+    on: opt.On = None,
     exclusive: Annotated[
         bool,
         typer.Option(
@@ -52,6 +49,8 @@ def states(
         bool, typer.Option("--parquet", help="Write states.parquet too: a row a token, with its characters and labels.")
     ] = False,
     text_field: opt.TextField = "text",
+    chat_format: opt.ChatFormat = "",
+    encoding: opt.Encoding = "utf-8",
     seed: Annotated[int, typer.Option(help="Draws the same tokens as any run with this number.")] = 0,
     chat_date: opt.ChatDate = CHAT_DATE,
     dtype: opt.Dtype = "auto",
@@ -74,18 +73,18 @@ def states(
     parse_date(chat_date)
     use_threads(threads)
     # Errors show before the model is loaded.
-    read_examples(data, exclusive=exclusive, text_field=text_field, labelled=False)
+    examples = read_examples(
+        data, exclusive=exclusive, text_field=text_field, labelled=False, shape=chat_format, encoding=encoding
+    )
     watched_model, tokenizer = load_aloud(model, device, dtype, reads_texts=True)
     with progress_bar("states", unit="token") as bar:
         result = collect(
             watched_model,
             tokenizer,
-            data,
+            examples,
             out,
             sites=chosen,
             roles=tuple(on or ("assistant",)),
-            exclusive=exclusive,
-            text_field=text_field,
             budget=most_bytes,
             seed=seed,
             chat_date=chat_date,

@@ -52,10 +52,7 @@ def train(
             )
         ),
     ] = "auto",
-    on: Annotated[
-        list[str] | None,
-        typer.Option(help="Whose turns of a chat count: assistant, user, system, tool; may be repeated."),
-    ] = None,
+    on: opt.On = None,
     exclusive: Annotated[
         bool,
         typer.Option(
@@ -109,6 +106,8 @@ def train(
         ),
     ] = None,
     text_field: opt.TextField = "text",
+    chat_format: opt.ChatFormat = "",
+    encoding: opt.Encoding = "utf-8",
     states: Annotated[
         Path | None,
         typer.Option(help="A folder for hidden states, which another run reuses. Default: in probemon's cache."),
@@ -159,7 +158,7 @@ def train(
     check_target(out, overwrite)
     page = report or out.with_name(f"{out.name}.html")
     check_report(page, out)
-    examples = read_examples(data, exclusive=exclusive, text_field=text_field)
+    examples = read_examples(data, exclusive=exclusive, text_field=text_field, shape=chat_format, encoding=encoding)
     watched_model, tokenizer = load_aloud(model, device, dtype, reads_texts=True)
     with tokens_read() as progress:
         trained = train_probes(

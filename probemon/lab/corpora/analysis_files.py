@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 from probemon.core.columns import arrow_fields
 from probemon.core.scores import COUNTS
 from probemon.errors import ConfigError
+from probemon.host.chat_forms import PARTS
 from probemon.util.extras import import_arrow
 from probemon.util.first_sentence import first_sentence
 
@@ -40,7 +41,8 @@ def schemas() -> dict[str, pa.Schema]:
         | {"start": i32, "end": i32}
         | arrow_fields(pa, "token_id")
         | {"token": name}
-        | arrow_fields(pa, "concept", "level", "score"),
+        | arrow_fields(pa, "concept", "level", "score")
+        | {"turn": i32, "part": name},
         "documents": {"document": i64, "doc_id": text, "reason": text}
         | dict.fromkeys(("n_chars", "n_tokens", "n_unseen", "n_rows", *COUNTED), i64)
         | {"text": text},
@@ -56,6 +58,7 @@ def schemas() -> dict[str, pa.Schema]:
             "n_tokens": i64,
             "max_score": f32,
             "score_sum": f64,
+            "n_by_part": pa.list_(i64, len(PARTS)),
         },
     }
     return {table: pa.schema(kinds) for table, kinds in columns.items()}

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from probemon.errors import ConfigError, SinkFailed
+from probemon.host.chat_forms import PARTS
 from probemon.lab.corpora.analysis_files import (
     ROWS_PER_GROUP,
     TABLES,
@@ -336,10 +337,13 @@ class Analysis:
             part = read_table(self._path(index, "concepts.parquet"))
             for name in ("n_documents", "n_tokens", "score_sum"):
                 sums[name] = sums.get(name, 0) + part.column(name).to_numpy()
+            by_part = np.asarray(part.column("n_by_part").to_pylist(), dtype=np.int64).reshape(-1, len(PARTS))
+            sums["n_by_part"] = sums.get("n_by_part", 0) + by_part
             highest = part.column("max_score").to_numpy()
             sums["max_score"] = np.maximum(sums.get("max_score", highest), highest)
             table = part if table is None else table
         assert table is not None
+        sums["n_by_part"] = list(sums["n_by_part"])
         for name, values in sums.items():
             at = table.schema.get_field_index(name)
             table = table.set_column(at, table.schema.field(at), pa.array(values, table.schema.field(at).type))

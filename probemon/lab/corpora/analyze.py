@@ -26,6 +26,7 @@ from probemon.core.settings import CascadeConfig
 from probemon.engine.audit import Audit
 from probemon.engine.scorer import Scorer
 from probemon.errors import ConfigError
+from probemon.host.chat_forms import PARTS
 from probemon.host.fingerprint import (
     adapters_fingerprint,
     config_fingerprint,
@@ -36,7 +37,7 @@ from probemon.host.model import model_state
 from probemon.lab.corpora.analysis_files import COUNTED, arrow, read_json, schemas
 from probemon.lab.corpora.analysis_folder import MANIFEST, Analysis
 from probemon.lab.corpora.corpus import CorpusScorer, ScoredShard
-from probemon.lab.corpora.documents import MAX_CHARS, Source, read_documents
+from probemon.lab.corpora.documents import MAX_CHARS, Documents, Source
 from probemon.lab.corpora.state_reader import give_back
 from probemon.lab.corpora.windows import DocumentShard, Reading, shards
 from probemon.packs.group import AnyPack, PackGroup
@@ -51,7 +52,7 @@ def analyze(
     manager: Scorer,
     model: Any,
     tokenizer: Any,
-    documents: Source,
+    documents: Source | Documents,
     out: str | os.PathLike[str],
     *,
     resume: bool = False,
@@ -68,7 +69,9 @@ def analyze(
 ) -> Analysis:
     """Score every token of `documents` and write the rows above the floor to the folder `out`.
 
-    - `documents`, `text_field`, `id_field`, `max_chars`: see `probemon.lab.corpora.documents`.
+    - `documents`, `text_field`, `id_field`, `max_chars`: see `probemon.lab.corpora.documents`. A `Documents` has its
+      own fields.
+    - `reading`: how they are read; `Reading(on=("assistant",))` counts only these parts of chats.
     - `resume`: continue an analysis of the same settings and documents, or of more documents.
     - `floor`: a score, or "fired" for each concept's alert threshold.
     - `keep_text`: write texts and tokens.
@@ -83,8 +86,8 @@ def analyze(
             f"rank {shown(rank)} of world_size {shown(world_size)} processes: give 1 or more processes, and a rank from"
             " 0 to one less"
         )
-    check_apart(documents, out)
-    corpus = read_documents(documents, text_field=text_field, id_field=id_field, max_chars=max_chars)
+    corpus = documents if isinstance(documents, Documents) else Documents(documents, text_field, id_field, max_chars)
+    check_apart(corpus.source, out)
     check_bool("resume", resume)
     table = Tables(manager.pack, floor, keep_text, manager.plan.watched)
     scorer = CorpusScorer(manager, model, tokenizer, reading or Reading(), strict=strict, floor=table.lowest)
@@ -280,21 +283,27 @@ class Tables:
 
     def of(self, scored: ScoredShard) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return the four tables of a shard by name, and its totals."""
-        scores, p = scored.scores, self.pack.n_probes
+        scores, p, own = scored.scores, self.pack.n_probes, scored.counted
         n_documents, lengths = len(scored.documents), np.diff(scored.ptr)
         place = np.repeat(np.arange(n_documents), lengths)
         position = np.arange(len(place)) - np.repeat(scored.ptr[:-1], lengths)
         pair_of = scores.state_of
         above = scores.fired_mask if self.floor == "fired" else scores.values > np.float32(self.floor)
+        above = above & own[pair_of]
         token, probe, value = pair_of[above], scores.probes[above].astype(np.int64), scores.values[above]
-        seen = np.bincount(place, weights=scores.coverage.seen, minlength=n_documents)
+        n_tokens = np.bincount(place, weights=own, minlength=n_documents).astype(np.int64)
+        seen = np.bincount(place, weights=scores.coverage.seen & own, minlength=n_documents)
         counts = {
-            name: np.bincount(place, weights=getattr(scores.coverage, name), minlength=n_documents).astype(np.int64)
+            name: np.bincount(place, weights=getattr(scores.coverage, name) * own, minlength=n_documents).astype(
+                np.int64
+            )
             for name in COUNTED
         }
 
         total = np.bincount(
-            place[pair_of] * p + scores.probes, weights=scores.values.astype(np.float64), minlength=n_documents * p
+            place[pair_of] * p + scores.probes,
+            weights=scores.values.astype(np.float64) * own[pair_of],
+            minlength=n_documents * p,
         ).reshape(n_documents, p)
         # The first row of each (document, concept) is its earliest maximum.
         order = np.lexsort((position[token], -value, probe, place[token]))
@@ -316,10 +325,11 @@ class Tables:
         tables = {
             "scores": self._scores(scored, place, position, token, probe, value),
             "documents": self._documents(
-                scored, lengths, lengths - seen, np.bincount(place[token], minlength=n_documents), counts
+                scored, n_tokens, n_tokens - seen, np.bincount(place[token], minlength=n_documents), counts
             ),
             "summary": summary,
-            "concepts": self._whole(of_concept, n_above, value[best], total.sum(axis=0)),
+            "concepts": self._whole(of_concept, n_above, value[best], total.sum(axis=0))
+            | {"n_by_part": self._by_part(scored, token, probe)},
         }
         pa = arrow()
         arrow_tables = {
@@ -335,8 +345,8 @@ class Tables:
         totals = {
             "documents": n_documents,
             "bad_documents": sum(bool(document.reason) for document in scored.documents),
-            "tokens": len(place),
-            "unseen": int(len(place) - seen.sum()),
+            "tokens": int(own.sum()),
+            "unseen": int(own.sum() - seen.sum()),
             "rows": len(token),
             **{name: int(values.sum()) for name, values in counts.items()},
         }
@@ -350,6 +360,7 @@ class Tables:
             np.concatenate([np.zeros(0, np.int64), *(getattr(tokens, name) for tokens in encoded)])[token]
             for name in ("ids", "start", "end")
         )
+        turn, part = (_of_chats(scored, name)[token] for name in ("turn", "part"))
         distinct, at = np.unique(token, return_inverse=True)
         texts = [self._text(scored, int(place[t]), int(position[t])) if self.keep_text else "" for t in distinct]
         ids = ids if self.keep_text else np.full_like(ids, -1)  # token ids reveal the text
@@ -364,7 +375,16 @@ class Tables:
             "concept": self._named(probe),
             "level": self._level(probe),
             "score": value,
+            "turn": arrow().array(turn, mask=turn < 0),
+            "part": _parts(part),
         }
+
+    def _by_part(self, scored: ScoredShard, token: Any, probe: Any) -> list[Any]:
+        """Count tokens over the floor of each concept by part of a chat `[P, PARTS]`."""
+        part = _of_chats(scored, "part")[token]
+        counts = np.zeros((self.pack.n_probes, len(PARTS)), dtype=np.int64)
+        np.add.at(counts, (probe[part >= 0], part[part >= 0]), 1)
+        return list(counts)
 
     def _text(self, scored: ScoredShard, place: int, position: int) -> str:
         tokens = scored.tokens[place]
@@ -421,6 +441,23 @@ class Tables:
 
     def _level(self, probe: Any) -> Any:
         return self.pack.tree.level[probe]
+
+
+def _of_chats(scored: ScoredShard, name: str) -> Any:
+    """Return `turn` or `part` of each token of a shard, -1 if there is none."""
+    encoded = [tokens for tokens in scored.tokens if tokens is not None]
+    values = [
+        np.full(len(tokens), -1) if getattr(tokens, name) is None else getattr(tokens, name) for tokens in encoded
+    ]
+    return np.concatenate([np.zeros(0, np.int64), *values])
+
+
+def _parts(part: Any) -> Any:
+    """Return names of parts as an Arrow dictionary without unused ones, null for -1."""
+    pa = arrow()
+    used = np.unique(part[part >= 0])
+    at = pa.array(np.searchsorted(used, part), pa.int32(), mask=part < 0)
+    return pa.DictionaryArray.from_arrays(at, pa.array([PARTS[i] for i in used], pa.string()))
 
 
 def _dictionary(at: Any, texts: Sequence[str]) -> Any:

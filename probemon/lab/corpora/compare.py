@@ -32,7 +32,8 @@ if TYPE_CHECKING:
 
 BY = ("share", "max")
 # Settings that change scores; windows are checked separately.
-_SAME = ("pack", "host", "tokenizer", "cascade", "floor", "reading.special_tokens", "reading.parse_special")
+_READING = ("special_tokens", "parse_special", "on")
+_SAME = ("pack", "host", "tokenizer", "cascade", "floor", *(f"reading.{name}" for name in _READING))
 _MOST_SPECIAL = 8  # special tokens around a text
 
 

@@ -49,7 +49,10 @@ class ScoredDocument:
 
 @dataclass(frozen=True)
 class ScoredShard:
-    """Scores of a shard: document i has `ptr[i]` to `ptr[i + 1]`."""
+    """Scores of a shard: document i has `ptr[i]` to `ptr[i + 1]`.
+
+    `counted [N]`: tokens of the parts of `Reading.on`. Iterating gives only these.
+    """
 
     shard: DocumentShard
     documents: tuple[Document, ...]
@@ -58,10 +61,14 @@ class ScoredShard:
     scores: Scores
     everything: Tensor | None
     norms: Tensor | None
+    counted: Mask
 
     def __iter__(self) -> Iterator[ScoredDocument]:
         for i, (document, tokens) in enumerate(zip(self.documents, self.tokens, strict=True)):
             at = np.arange(self.ptr[i], self.ptr[i + 1])
+            if tokens is not None and not self.counted[at].all():
+                tokens = tokens.only(self.counted[at])
+                at = at[self.counted[at]]
             if tokens is None:
                 yield ScoredDocument(document, None, None)
             else:
@@ -150,7 +157,7 @@ class CorpusScorer:
                         yield from _finished_shards(under_way, _IN_FLIGHT)
                     if progress is not None and not planned.batches:
                         progress(len(planned.documents), 0)
-                    under_way.append((True, scoring.submit(_assemble, planned, parts, self.manager.pack.n_probes)))
+                    under_way.append((True, scoring.submit(self._assembled, planned, parts)))
                 yield from _finished_shards(under_way, 0)
         finally:
             for executor in (tokenising, scoring):
@@ -171,6 +178,9 @@ class CorpusScorer:
             self.manager.audit_rate, document, np.concatenate([np.arange(piece.scored, piece.stop) for piece in rows])
         )
 
+    def _assembled(self, planned: ShardPlan, parts: list[_Part]) -> ScoredShard:
+        return _assemble(planned, parts, self.manager.pack.n_probes, self.reader.reading.on)
+
     def _score(
         self,
         parts: list[_Part],
@@ -185,6 +195,11 @@ class CorpusScorer:
             if exhaustive:
                 full = self.manager.score_all(states), norms_of(states, self.manager.pack.sites).cpu()
         parts.append((rows, Scores.join(scored, self.manager.pack.n_probes, self.manager.report_top_k), full))
+
+
+def _counted(planned: ShardPlan, on: Sequence[str]) -> Mask:
+    masks = [encoded.counted(on) for encoded in planned.tokens if encoded is not None]
+    return np.concatenate([np.zeros(0, dtype=bool), *masks])
 
 
 def _chat_date(pack: AnyPack, tokenizer: Any) -> str | None:
@@ -209,7 +224,7 @@ def _finished_shards(under_way: deque[tuple[bool, Future[Any]]], most: int) -> I
             yield scored
 
 
-def _assemble(planned: ShardPlan, parts: list[_Part], n_probes: int) -> ScoredShard:
+def _assemble(planned: ShardPlan, parts: list[_Part], n_probes: int, on: Sequence[str]) -> ScoredShard:
     lengths = [0 if encoded is None else len(encoded) for encoded in planned.tokens]
     ptr = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
     ranges = [
@@ -223,4 +238,5 @@ def _assemble(planned: ShardPlan, parts: list[_Part], n_probes: int) -> ScoredSh
     scores = Scores.join([scored for _, scored, _ in parts], n_probes, top_k).take(order)
     full = zip(*(values for *_, values in parts if values is not None), strict=True)
     everything, norms = [torch.cat(values)[order] for values in full] or (None, None)
-    return ScoredShard(planned.shard, planned.documents, planned.tokens, ptr, scores, everything, norms)
+    counted = _counted(planned, on)
+    return ScoredShard(planned.shard, planned.documents, planned.tokens, ptr, scores, everything, norms, counted)

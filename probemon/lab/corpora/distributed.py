@@ -13,7 +13,7 @@ import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,7 @@ from probemon.lab.corpora.analyze import (
     write,
 )
 from probemon.lab.corpora.corpus import CorpusScorer
-from probemon.lab.corpora.documents import MAX_CHARS, Document, Source, read_documents
+from probemon.lab.corpora.documents import MAX_CHARS, Document, Documents
 from probemon.lab.corpora.windows import DocumentShard, Reading, shards
 from probemon.packs.group import AnyPack, open_packs
 from probemon.util.checks import check_count
@@ -85,13 +85,13 @@ def analyze_dataset(
     from probemon.engine.scorer import Scorer
 
     concurrency = check_count("concurrency", concurrency, least=1, remedy="give 1 or more workers")
-    source: Source = documents
-    if isinstance(documents, ray.data.Dataset):
+    corpus = documents if isinstance(documents, Documents) else Documents(documents, text_field, id_field, max_chars)
+    if isinstance(corpus.source, ray.data.Dataset):
         # Datasets copy the context when made.
-        documents.context.execution_options.preserve_order = True
-        source = documents.iter_rows()
+        corpus.source.context.execution_options.preserve_order = True
+        corpus = replace(corpus, source=corpus.source.iter_rows())
     out = Path(job.out).absolute()
-    check_apart(source, out)
+    check_apart(corpus.source, out)
     check_target(out)
     if (out / MANIFEST).is_file() and not resume:
         raise ConfigError(f"{out} has an analysis: pass resume=True to continue it, or give another folder")
@@ -101,13 +101,12 @@ def analyze_dataset(
     manager = Scorer(job.opened(), device=job.device, **settings)
     settings |= {"impl": manager.impl, "strategy": manager.strategy.batch}
     Tables(manager.pack, job.floor, job.keep_text)
-    corpus = read_documents(source, text_field=text_field, id_field=id_field, max_chars=max_chars)
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(f"{out} cannot be made ({error.strerror}): give another folder") from error
     with Analysis(out, {}).locked(), _spool_of(out):
-        return _spread(ray, job, out, settings, corpus, concurrency, progress)
+        return _spread(ray, job, out, settings, iter(corpus), concurrency, progress)
 
 
 def _spread(

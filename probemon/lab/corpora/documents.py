@@ -8,19 +8,17 @@
 - a folder: all files below it in path order, without hidden names and linked folders. A text file is one document; `id`
   is its path
 - `-`, and files of unknown suffix: JSON lines if they begin with an object, else text
-- `.gz` and parquet row groups: decompressed to at most 200 times their size (or 64 MiB)
+- `.gz`, `.zst` and parquet row groups: decompressed to at most 200 times their size (or 64 MiB)
 - an iterable of texts or dicts
 - a row without a text may be a chat, in one of the forms of `probemon.host.chat_shapes`; see `Document.rendered`. Of
   several chats in a row (a pair, the samples of a log) each is a document
-- `.csv`, `.tsv`, a JSON array, an indented object, `.arrow`, `.feather`, `.zst`, folders saved by `datasets`, logs of
-  inspect-ai: see `probemon.util.row_files`
+- `.csv`, `.tsv`, a JSON array, an indented object, `.arrow`, `.feather`, folders of `datasets`, logs of inspect-ai:
+  see `probemon.util.row_files`
 - refused: binary files; outside of a folder also YAML, HTML, source and the like
 """
 
 from __future__ import annotations
 
-import gzip
-import io
 import itertools
 import json
 import os
@@ -31,9 +29,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from probemon.errors import ChatRefused, ConfigError, closest
+from probemon.errors import ChatRefused, ConfigError
 from probemon.host.chat_forms import check_said
-from probemon.host.chat_shapes import FIELDS, SHAPES, chats_as, shape_of
+from probemon.host.chat_parts import ChatPart, parts_of
+from probemon.host.chat_shapes import FIELDS, chats_as, check_shape, shape_of
 from probemon.host.chat_template import render
 from probemon.util.checks import check_count
 from probemon.util.extras import import_arrow
@@ -52,13 +51,13 @@ from probemon.util.file_kinds import (
 )
 from probemon.util.first_sentence import first_sentence
 from probemon.util.harmless_text import is_unicode
-from probemon.util.row_files import ALWAYS_BYTES, MOST_TIMES, reads, rows_of
+from probemon.util.row_files import ALWAYS_BYTES, MOST_TIMES, check_encoding, opened, reads, rows_of, suffixes
 from probemon.util.strict_json import loads
 
 MAX_CHARS = 2_000_000
 # Compressed dictionaries of parquet columns are read whole; over the smaller bound, rows are read one by one.
 MAX_DICTIONARY_BYTES, LARGE_DICTIONARY_BYTES = 16 << 20, 2 << 20
-OPENAI = "OpenAI messages"
+OPENAI, UTF_8 = "OpenAI messages", "utf-8"
 _MARK = "\ufeff".encode()  # byte order mark
 _JSON = (".jsonl", ".ndjson", ".json")
 _TABLES = (".csv", ".tsv")
@@ -91,6 +90,7 @@ class Document:
     - `fields`: other fields of its row.
     - `chat`: messages and tools as JSON; `text` is "" until rendered. `shape`: its form in the file.
     - `chat_date`: date in the rendered text, or "".
+    - `parts`: where each role speaks in the rendered text; empty if unknown, for the reason `unplaced`.
     """
 
     index: int
@@ -101,6 +101,8 @@ class Document:
     chat: str = field(default="", repr=False)
     chat_date: str = ""
     shape: str = ""
+    parts: tuple[ChatPart, ...] = field(default=(), compare=False, repr=False)
+    unplaced: str = field(default="", compare=False, repr=False)
 
     @property
     def said(self) -> str:
@@ -113,7 +115,11 @@ class Document:
         if not getattr(tokenizer, "chat_template", None):
             raise ChatRefused("it is a chat, and this model's tokenizer has no chat template: give texts")
         chat = render(tokenizer, row["messages"], tools=row["tools"], date=date)
-        return replace(self, text=chat.text, chat_date=date if chat.reads_date else "")
+        rendered = replace(self, text=chat.text, chat_date=date if chat.reads_date else "")
+        try:
+            return replace(rendered, parts=parts_of(chat))
+        except ChatRefused as error:
+            return replace(rendered, unplaced=str(error))
 
 
 @dataclass(frozen=True)
@@ -129,24 +135,58 @@ class _Row:
 
 @dataclass(frozen=True)
 class _Fields:
-    """Names of a row's text and id; the form of its chats, "" to recognise it."""
+    """Names of a row's text and id; the form of its chats, "" to recognise it; the encoding of texts."""
 
     text: str
     id: str
     shape: str = ""
+    encoding: str = UTF_8
+
+
+@dataclass(frozen=True)
+class Documents:
+    """A source, and how it is read; iterating reads it, like `read_documents`.
+
+    - `shape`: of `probemon.host.chat_shapes.SHAPES`, the form of all chats; "" recognises it row by row.
+    - `encoding`: of texts without a byte order mark.
+    """
+
+    source: Source
+    text_field: str = "text"
+    id_field: str = "id"
+    max_chars: int = MAX_CHARS
+    shape: str = ""
+    encoding: str = UTF_8
+
+    def __post_init__(self) -> None:
+        check_shape(self.shape)
+        check_encoding(self.encoding)
+        most = check_count("max_chars", self.max_chars, least=1, remedy="give 1 or more characters")
+        object.__setattr__(self, "max_chars", most)
+
+    def __iter__(self) -> Iterator[Document]:
+        return _read(self)
 
 
 def read_documents(
-    source: Source, *, text_field: str = "text", id_field: str = "id", max_chars: int = MAX_CHARS, shape: str = ""
+    source: Source,
+    *,
+    text_field: str = "text",
+    id_field: str = "id",
+    max_chars: int = MAX_CHARS,
+    shape: str = "",
+    encoding: str = UTF_8,
 ) -> Iterator[Document]:
     """Read the documents of a source, in order. Raises `ConfigError` for a missing file or column.
 
-    `shape`: of `probemon.host.chat_shapes.SHAPES`, the form of all chats; "" recognises it row by row.
+    `shape`, `encoding`: see `Documents`.
     """
-    if shape and shape not in SHAPES:
-        raise ConfigError(f"format is {shape!r:.60}{closest(shape, SHAPES)}: give one of {', '.join(SHAPES)}")
-    max_chars = check_count("max_chars", max_chars, least=1, remedy="give 1 or more characters")
-    fields = _Fields(text_field, id_field, shape)
+    return iter(Documents(source, text_field, id_field, max_chars, shape, encoding))
+
+
+def _read(documents: Documents) -> Iterator[Document]:
+    source, text_field, max_chars = documents.source, documents.text_field, documents.max_chars
+    fields = _Fields(text_field, documents.id_field, documents.shape, documents.encoding)
     if isinstance(source, (str, os.PathLike)):
         rows = _of_path(os.fspath(source), fields, max_chars)
     elif hasattr(source, "columns") and hasattr(source, "shape"):  # a data frame yields its column names
@@ -296,7 +336,7 @@ def _of_path(source: str, fields: _Fields, max_chars: int) -> Iterator[_Row]:
 
 def _of_rows(path: Path, fields: _Fields) -> Iterator[_Row]:
     """Read rows of a table, a JSON document, an Arrow file, a folder of `datasets` or a log."""
-    rows = rows_of(path)
+    rows = rows_of(path, encoding=fields.encoding)
     first = next(rows, None)
     if first is None:
         raise ConfigError(f"{path} has no rows: there is nothing to read")
@@ -364,12 +404,12 @@ def _folder(
         elif _kind(path) != "text":
             yield from _file(path, where, fields, max_chars)
         else:
-            yield _whole(path, where, max_chars)
+            yield _whole(path, where, fields, max_chars)
 
 
-def _whole(path: Path, where: str, max_chars: int) -> _Row:
+def _whole(path: Path, where: str, fields: _Fields, max_chars: int) -> _Row:
     try:
-        with _opened(path) as stream:
+        with opened(path, fields.encoding) as stream:
             data = stream.read(4 * max_chars + 1)
     except Exception as error:
         return _Row(where, reason=f"cannot be read: {error}")
@@ -381,7 +421,7 @@ def _file(path: Path, where: str, fields: _Fields, max_chars: int) -> Iterator[_
         if _kind(path) == "parquet":
             yield from _parquet(path, where, fields)
             return
-        with _opened(path) as stream:
+        with opened(path, fields.encoding) as stream:
             yield from _lines(stream, where, _kind(path) == "json", fields, max_chars)
     except Exception as error:  # earlier rows stay
         yield _Row(where, reason=f"cannot be read (further): {error}")
@@ -400,14 +440,14 @@ def _kind(path: Path) -> str:
 
 def _begin(path: Path) -> bytes:
     try:
-        with _opened(path) as stream:
+        with opened(path) as stream:
             return bytes(stream.read(BEGIN_BYTES))
     except Exception:  # reported elsewhere
         return b""
 
 
 def _suffix(path: Path) -> str:
-    return (Path(path.stem).suffix if _zipped(path) else path.suffix).lower()
+    return suffixes(path)[0]
 
 
 def _no_documents(path: Path) -> str:
@@ -430,36 +470,7 @@ def _no_documents(path: Path) -> str:
 
 
 def _zipped(path: Path) -> bool:
-    return path.suffix.lower() == ".gz"
-
-
-def _opened(path: Path) -> Any:
-    return io.BufferedReader(_Unzipped(path), 1 << 16) if _zipped(path) else path.open("rb")
-
-
-class _Unzipped(io.RawIOBase):
-    """Decompressed bytes, up to a bound."""
-
-    def __init__(self, path: Path) -> None:
-        self._file, self._left = gzip.GzipFile(path), _most_bytes(path.stat().st_size)
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        """Raises `ConfigError` over the bound."""
-        data = self._file.read1(len(buffer))
-        buffer[: len(data)] = data
-        self._left -= len(data)
-        if self._left < 0:
-            raise ConfigError(
-                f"it decompresses to more than {MOST_TIMES} times its size: decompress it yourself, if that is right"
-            )
-        return len(data)
-
-    def close(self) -> None:
-        self._file.close()
-        super().close()
+    return bool(suffixes(path)[1])
 
 
 def _most_bytes(compressed: int) -> int:

@@ -13,6 +13,7 @@ import numpy as np
 from probemon.core.hierarchy import Ints
 from probemon.core.scores import unlike
 from probemon.engine.audit import Audit
+from probemon.host.chat_forms import PARTS
 from probemon.lab.corpora.analysis_folder import Analysis
 from probemon.packs.strength import shortest, strength_or_score
 
@@ -93,6 +94,7 @@ class ReportData:
         pairs, per_concept = self.pairs.best(max_pairs)
         reasons = {d: reason for d, reason in enumerate(self.documents.column("reason").to_pylist()) if reason}
         return {
+            "parts": PARTS,
             "title": f"Concepts in {totals['documents']:,} document{'s' * (totals['documents'] != 1)}",
             "pack": pack,
             "floor": floor,
@@ -123,6 +125,8 @@ class ReportData:
                 "highest": [shortest(x) for x in concepts["max_score"]],
                 "excluded": [c for c, watched in enumerate(concepts["watched"]) if not watched],
                 "sum": [round(x, 4) for x in concepts["score_sum"]],
+                # A sparse list: most texts are no chats.
+                "parts": {c: counts for c, counts in enumerate(concepts["n_by_part"]) if any(counts)},
             },
             "documents": {
                 "id": self.documents.column("doc_id").to_pylist(),

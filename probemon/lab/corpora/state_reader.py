@@ -23,6 +23,7 @@ from probemon.errors import AlignmentError, ChatRefused, ConfigError, Unsupporte
 from probemon.host.abilities import Abilities
 from probemon.host.adapters import needs_its_wrapper, rehearsal
 from probemon.host.chat_dates import CHAT_DATE
+from probemon.host.chat_forms import PARTS
 from probemon.host.internals import has_accelerate_hook
 from probemon.host.model import (
     compiled_parts,
@@ -34,6 +35,7 @@ from probemon.host.model import (
 )
 from probemon.host.recurrent.state_sites import site_width
 from probemon.host.tap import Tap, check_states, ran_again
+from probemon.host.text_tokens import counted, in_ranges
 from probemon.lab.corpora.documents import Document
 from probemon.lab.corpora.windows import DocumentShard, Reading, WindowPiece, WindowTokens, batches, cut, encode
 from probemon.packs.manifest import SO_FAR, scope_of
@@ -174,6 +176,31 @@ class StateReader:
             after=self._looks_ahead,
         )
 
+    def _with_parts(self, document: Document, tokens: WindowTokens) -> WindowTokens:
+        """Return a chat's tokens with their parts. Raises `ChatRefused` if the parts to count are unknown or empty."""
+        on = self.reading.on
+        if not document.chat or not len(tokens):
+            return tokens
+        if document.parts:
+            turn, part = (np.full(len(tokens), -1, dtype=np.int64) for _ in range(2))
+            try:
+                for one in document.parts:
+                    place = [(one.start, one.stop)]
+                    if tokens.start[0] >= 0:
+                        mask = in_ranges(tokens.start, tokens.end, place)
+                    else:
+                        mask = counted(self.tokenizer, document.text, tokens.ids.tolist(), place)
+                    turn[mask], part[mask] = one.turn, PARTS.index(one.part)
+            except ConfigError as error:
+                document = replace(document, unplaced=str(error))
+            else:
+                tokens = replace(tokens, turn=turn, part=part)
+        if on and tokens.part is None and document.unplaced:
+            raise ChatRefused(f"which of its tokens are of {' or '.join(on)} is unknown: {document.unplaced}")
+        if on and not (tokens.part is not None and tokens.counted(on).any()):
+            raise ChatRefused(f"it has no {' or '.join(on)}, which is to be read")
+        return tokens
+
     def _read(self, document: Document) -> tuple[Document, WindowTokens | None, str]:
         """Return a document, its tokens, and a reason if there are none."""
         if document.reason:
@@ -182,6 +209,7 @@ class StateReader:
             if document.chat:
                 document = document.rendered(self.tokenizer, self.reading.chat_date or CHAT_DATE)
             encoded = self._encoded(document.text, is_chat=bool(document.chat))
+            encoded = self._with_parts(document, encoded)
         except ChatRefused as error:
             return document, None, str(error)
         except Exception as error:

@@ -11,18 +11,19 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
-from probemon.core.hierarchy import Ints
+from probemon.core.hierarchy import Ints, Mask
 from probemon.errors import ConfigError
 from probemon.host.chat_dates import parse_date
+from probemon.host.chat_forms import PARTS
 from probemon.host.text_tokens import begins_with
 from probemon.host.text_tokens import special_tokens as special_tokens_around
 from probemon.lab.corpora.documents import Document
-from probemon.util.checks import check_count
+from probemon.util.checks import check_choice, check_count
 
 # Larger shards batch better, but take more memory.
 SHARD_DOCUMENTS, SHARD_CHARS = 256, 250_000
@@ -36,6 +37,7 @@ class WindowTokens:
     - `ids [T]`; `start`, `end` `[T]`: offsets, -1 if unknown.
     - `prefix`, `suffix`: special tokens around it.
     - `own_prefix`: its first special tokens, for later windows.
+    - `turn`, `part` `[T]`: of a chat, each token's message and index in `PARTS`, -1 outside of them; None if unknown.
     """
 
     ids: Ints
@@ -44,9 +46,22 @@ class WindowTokens:
     prefix: tuple[int, ...]
     suffix: tuple[int, ...] = ()
     own_prefix: tuple[int, ...] = ()
+    turn: Ints | None = None
+    part: Ints | None = None
 
     def __len__(self) -> int:
         return len(self.ids)
+
+    def counted(self, on: Sequence[str]) -> Mask:
+        """Return which tokens are of these parts of a chat `[T]`; of other texts, all are."""
+        if not on or self.part is None:
+            return np.ones(len(self), dtype=bool)
+        return np.isin(self.part, [PARTS.index(part) for part in on])
+
+    def only(self, tokens: Mask) -> WindowTokens:
+        """Return some of the tokens."""
+        turn, part = (None if values is None else values[tokens] for values in (self.turn, self.part))
+        return replace(self, ids=self.ids[tokens], start=self.start[tokens], end=self.end[tokens], turn=turn, part=part)
 
     def prefix_at(self, begin: int) -> tuple[int, ...]:
         """Return the special tokens before a window at token `begin`."""
@@ -80,6 +95,7 @@ class Reading:
     - `batch_tokens`, `batch_rows`: largest batch, with padding.
     - `special_tokens`, `parse_special`: see `encode`.
     - `chat_date`: YYYY-MM-DD for templates that write today's date; None for the pack's.
+    - `on`: parts of chats whose tokens count: roles, and "reasoning"; empty for all. All tokens are read.
     """
 
     window: Window | None = None
@@ -88,6 +104,7 @@ class Reading:
     special_tokens: str = "bos"
     parse_special: bool = False
     chat_date: str | None = None
+    on: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         for name in ("batch_tokens", "batch_rows"):
@@ -96,6 +113,11 @@ class Reading:
             raise ConfigError(f"special_tokens is {self.special_tokens!r}: give one of {', '.join(SPECIAL)}")
         if self.chat_date is not None:
             parse_date(self.chat_date)
+        if isinstance(self.on, str):
+            raise ConfigError(f"on is {self.on!r}: give a list, such as ({self.on!r},)")
+        for part in self.on:
+            check_choice("on", part, PARTS)
+        object.__setattr__(self, "on", tuple(sorted(set(self.on), key=PARTS.index)))
 
     def window_for(self, name: str, longest: int | None) -> Window:
         """Return the window for a model that takes `longest` tokens. Raises `ConfigError` if it is too large."""

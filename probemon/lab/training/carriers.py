@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from probemon.core.hierarchy import Ints
+from probemon.host.chat_forms import reasons
 from probemon.lab.training.examples import Example, Span
 
 SHORT = 1_200  # characters; longer texts bring context already
@@ -75,7 +76,8 @@ def _carry(i: int, example: Example, prefix: str, roles: Sequence[str]) -> Carri
         spans = tuple(moved(span, None) for span in example.spans)
         return Carried(i, replace(example, where=where, text=prefix + example.text, spans=spans), n)
     turns = [at for at, turn in enumerate(example.messages) if turn["role"] in roles and turn["content"].strip()]
-    if len(turns) != 1:  # which of them has the concept is not known
+    # Which of several turns has the concept is not known; reasoning stands before an answer.
+    if len(turns) != 1 or any(map(reasons, example.messages)):
         return None
     at = turns[0]
     messages = [dict(turn) for turn in example.messages]

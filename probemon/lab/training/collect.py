@@ -25,7 +25,7 @@ from probemon.errors import ConfigError, TrainingError
 from probemon.host.chat_dates import CHAT_DATE
 from probemon.lab.corpora.windows import Reading, cut
 from probemon.lab.training.example_files import Source
-from probemon.lab.training.examples import read_examples
+from probemon.lab.training.examples import Examples, read_examples
 from probemon.lab.training.groups import group_examples
 from probemon.lab.training.labels import Known, parts_of
 from probemon.lab.training.state_store import (
@@ -127,7 +127,7 @@ class Collected:
 def collect(
     model: Any,
     tokenizer: Any,
-    data: Source | Sequence[str | os.PathLike[str]],
+    data: Source | Sequence[str | os.PathLike[str]] | Examples,
     out: str | os.PathLike[str],
     *,
     sites: Sequence[str],
@@ -143,13 +143,16 @@ def collect(
     """Write the hidden states of texts to the folder `out`, with labels.
 
     - `data`: see `probemon.lab.training.examples`; labels are optional
-    - `roles`: turns of a chat to keep
+    - `roles`: turns of a chat to keep, or "reasoning"
     - `chat_date`: YYYY-MM-DD, for templates that write today's date
     - `budget`: most bytes of states, of tokens drawn evenly. None for all
 
     States in `out` of the same texts are reused. Raises `TrainingError`, `ConfigError`, `UnsupportedModel`.
     """
-    examples = read_examples(data, exclusive=exclusive, text_field=text_field, labelled=False)
+    if isinstance(data, Examples):
+        examples = data
+    else:
+        examples = read_examples(data, exclusive=exclusive, text_field=text_field, labelled=False)
     reader = TextReader(model, tokenizer, sites, reading)
     texts = render(examples.texts, tokenizer, roles=roles, chat_date=chat_date)
     tokens = reader.tokens(texts)

@@ -1,47 +1,40 @@
-"""Reads rows of example files: JSON lines, tables, parquet, YAML."""
+"""Reads rows of example files: JSON lines, parquet, YAML, and what `probemon.util.row_files` reads."""
 
 from __future__ import annotations
 
-import csv
 import difflib
+import io
 import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from probemon.errors import TrainingError
+from probemon.errors import ConfigError, TrainingError
 from probemon.util.extras import import_arrow
-from probemon.util.file_kinds import (
-    BEGIN_BYTES,
-    ONE_ARRAY,
-    ONE_OBJECT,
-    TAR,
-    dataset_folder,
-    is_spread_json,
-    kind_of,
-    remedy_of,
-    without_mark,
-)
+from probemon.util.file_kinds import BEGIN_BYTES, ONE_OBJECT, is_spread_json, kind_of, kind_of_bytes, remedy_of
 from probemon.util.first_sentence import first_sentence
+from probemon.util.row_files import DOCUMENTS, opened, reads, rows_of, suffixes
 from probemon.util.strict_json import RepeatedKey, loads
 from probemon.util.yaml_text import read_yaml
 
-_JSON, _TABLES, _YAML = (".jsonl", ".ndjson", ".json"), (".csv", ".tsv"), (".yaml", ".yml")
-_LONGEST_CELL = 1 << 30  # csv's default is too low for long texts
+_JSON, _YAML = (".jsonl", ".ndjson", ".json"), (".yaml", ".yml")
 _LIST_SEPARATOR, _LISTS = ";", ("label", "labels", "not", "present", "absent", "unsure")  # in cells of a table
 Source = str | os.PathLike[str] | Iterable[Mapping[str, Any]]
 
 
-def read_rows(sources: Source | Sequence[str | os.PathLike[str]]) -> Iterator[tuple[str, Mapping[str, Any]]]:
+def read_rows(
+    sources: Source | Sequence[str | os.PathLike[str]], encoding: str = "utf-8"
+) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Yield each row with where it is. `encoding`: of texts without a byte order mark. Raises `TrainingError`."""
     if isinstance(sources, (str, os.PathLike)):
-        yield from _of_file(Path(sources))
+        yield from _of_file(Path(sources), encoding)
         return
     if isinstance(sources, Mapping) or not isinstance(sources, Iterable):
         raise TrainingError(f"examples are {type(sources).__name__}: give files, or an iterable of dicts")
     for i, item in enumerate(sources):
         if isinstance(item, (str, os.PathLike)):
-            yield from _of_file(Path(item))
+            yield from _of_file(Path(item), encoding)
         else:
             yield _mapping(item, f"example {i}")
 
@@ -52,54 +45,46 @@ def _mapping(item: Any, where: str) -> tuple[str, Mapping[str, Any]]:
     return where, item
 
 
-def _of_file(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    suffix = path.suffix.lower()
-    if not path.is_file():
-        if not path.is_dir():
-            raise TrainingError(_no_such_file(path))
-        dataset = dataset_folder(path)
-        raise TrainingError(f"{path} is {dataset}" if dataset else f"{path} is a folder: give its files")
+def _of_file(path: Path, encoding: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    if not path.exists():
+        raise TrainingError(_no_such_file(path))
+    suffix, _ = suffixes(path)
     try:
+        if kind := reads(path):
+            is_table = kind not in DOCUMENTS
+            for where, row in rows_of(path, encoding=encoding):
+                yield where, {**row, **_lists(row)} if is_table else row
+            return
+        if path.is_dir():
+            raise TrainingError(f"{path} is a folder: give its files")
         _check_kind(path, suffix)
-        if suffix in _JSON:
-            yield from _json_lines(path)
-        elif suffix in _TABLES:
-            csv.field_size_limit(_LONGEST_CELL)
-            with path.open(encoding="utf-8-sig", newline="") as stream:
-                table = csv.DictReader(stream, delimiter="\t" if suffix == ".tsv" else ",", strict=True)
-                _check_columns(table.fieldnames or (), path.name)
-                for i, row in enumerate(table):
-                    yield f"{path.name}, row {i + 1}", _of_cells(row, f"{path.name}, row {i + 1}")
-        elif suffix in _YAML:
+        if suffix in _YAML:
             yield from _yaml(path)
         elif suffix == ".parquet":
             for i, row in enumerate(_parquet(path)):
                 yield f"{path.name}, row {i + 1}", {**row, **_lists(row)}
+        elif suffix in _JSON:
+            yield from _json_lines(path, encoding)
         else:
             raise TrainingError(f"{path.name}: its kind is unknown: give .jsonl, .csv, .tsv, .parquet or .yaml")
     except UnicodeDecodeError as error:
-        raise TrainingError(f"{path.name} is not UTF-8: {error.reason} at byte {error.start}") from None
-    except csv.Error as error:
-        raise TrainingError(f"{path.name} is not a table of texts ({error}): is a quote left open?") from None
+        name, remedy = error.encoding.upper(), "give --encoding latin-1, or another"
+        raise TrainingError(f"{path.name} is not {name}: {error.reason} at byte {error.start}: {remedy}") from None
+    except ConfigError as error:
+        raise TrainingError(str(error)) from error
     except OSError as error:
         raise TrainingError(f"{path} cannot be read: {error.strerror or error}") from error
 
 
 def _check_kind(path: Path, suffix: str) -> None:
     """Raise `TrainingError` for a file of another kind than its suffix."""
-    with path.open("rb") as stream:
-        begin = stream.read(BEGIN_BYTES)
-    if suffix == ".tgz" or path.name.lower().endswith(".tar.gz"):
-        raise TrainingError(f"{path.name} is {TAR}: {remedy_of(TAR)}")
-    if suffix == ".gz":
-        raise TrainingError(f"{path.name} is compressed by gzip: decompress it (gunzip -k {path.name})")
     if suffix == ".parquet":
         return  # its reader reports errors
+    with opened(path) as stream:
+        begin = stream.read(BEGIN_BYTES)
     if suffix in _JSON and is_spread_json(begin):
         raise TrainingError(f"{path.name} is {ONE_OBJECT}")
-    if suffix == ".json" and without_mark(begin).startswith(b"["):
-        raise TrainingError(f"{path.name} is {ONE_ARRAY}")
-    if kind := kind_of(path):
+    if kind := kind_of_bytes(begin) if suffixes(path)[1] else kind_of(path):
         remedy = remedy_of(kind) or "write its rows as .jsonl"
         raise TrainingError(f"{path.name} is {kind}, not a table of texts: {remedy}")
 
@@ -112,8 +97,8 @@ def _no_such_file(path: Path) -> str:
     return f"no such file: {path}{f', did you mean {path.parent / near[0]}?' if near else ''}"
 
 
-def _json_lines(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    with path.open(encoding="utf-8-sig") as stream:
+def _json_lines(path: Path, encoding: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    with io.TextIOWrapper(opened(path, encoding), "utf-8-sig") as stream:
         for number, line in enumerate(stream, 1):
             if line.strip():
                 where = f"{path.name}, line {number}"
@@ -169,14 +154,6 @@ def _check_columns(names: Sequence[str], where: str) -> None:
     duplicates = [name for name, n in Counter(names).items() if n > 1]
     if duplicates:
         raise TrainingError(f"{where} has two columns {duplicates[0]!r}: rename one")
-
-
-def _of_cells(row: Mapping[str | None, Any], where: str) -> dict[str, Any]:
-    """A row of a table, with lists split and empty cells removed."""
-    if None in row or any(value is None for value in row.values()):
-        raise TrainingError(f"{where} has more or fewer cells than the header: quote texts that hold separators")
-    cells = {str(key): value for key, value in row.items() if value != "" or key in _LISTS}
-    return {**cells, **_lists(cells)}
 
 
 def _lists(row: Mapping[str, Any]) -> dict[str, list[str]]:

@@ -22,7 +22,7 @@ trains nor tests.
 
 A text with a concept also has its ancestors; one without it has none of its descendants. A `"group"` (author, document,
 template) is not split. Other fields (`author`, `genre`) can be held out. Files: JSON lines, CSV (labels separated by
-";"), parquet, YAML.
+";"), parquet, YAML, and what `probemon.util.row_files` reads.
 """
 
 from __future__ import annotations
@@ -42,13 +42,12 @@ import numpy.typing as npt
 
 from probemon.errors import ChatRefused, TrainingError
 from probemon.host.chat_forms import check_said, normalised
-from probemon.host.chat_shapes import FIELDS, chats_as, shape_of
+from probemon.host.chat_shapes import FIELDS, chats_as, check_shape, shape_of
 from probemon.lab.training.example_files import Source, read_rows
 from probemon.packs.manifest import CONTROL
 from probemon.util.counted import counted
 
 RESTS = ("negative", "unknown")
-ROLES = ("user", "assistant", "system", "developer", "tool")
 _CONCEPT_KEYS = {"id", "name", "definition", "parents", "examples", "counterexamples"}
 _ROW_KEYS = (
     "text", "label", "labels", "present", "not", "absent", "unsure", "group", "spans", "rest", "messages", "positive",
@@ -170,9 +169,9 @@ class Examples:
         return replace(self, texts=(*self.texts, *closed))
 
 
-def _of_shapes(row: dict[str, Any], where: str) -> Iterator[dict[str, Any]]:
-    """Yield a row whose chats are in another form as rows of OpenAI's, others as they are."""
-    shape = "" if {"text", "positive"} & set(row) else shape_of(row)
+def _of_shapes(row: dict[str, Any], where: str, shape: str) -> Iterator[dict[str, Any]]:
+    """Yield a row whose chats are in another form (`shape`, or "" to recognise it) as rows of OpenAI's, or the row."""
+    given, shape = shape, shape or ("" if {"text", "positive"} & set(row) else shape_of(row))
     if not shape or (shape == "OpenAI messages" and "messages" in row):
         yield row
         return
@@ -180,7 +179,8 @@ def _of_shapes(row: dict[str, Any], where: str) -> Iterator[dict[str, Any]]:
         chats = chats_as(shape, row)
     except ChatRefused as error:
         raise TrainingError(f"{where}, read as {shape}: {error}") from None
-    rest = {name: value for name, value in row.items() if name not in FIELDS[shape]}
+    other = FIELDS[shape] | ({"text"} if given else set())
+    rest = {name: value for name, value in row.items() if name not in other}
     labelled = sorted({"label", "labels", "present", "not", "absent", "spans"} & set(rest))
     if len(chats) > 1 and labelled:
         raise TrainingError(
@@ -199,6 +199,8 @@ def read_examples(
     text_field: str = "text",
     labelled: bool = True,
     like: Examples | None = None,
+    shape: str = "",
+    encoding: str = "utf-8",
 ) -> Examples:
     """Read examples of files, or of an iterable of dicts. Raises `TrainingError`.
 
@@ -206,13 +208,16 @@ def read_examples(
     - `text_field`: field of the text
     - `labelled`: require labels
     - `like`: use the concepts and hierarchy of these examples
+    - `shape`: form of all chats, of `probemon.host.chat_shapes.SHAPES`; "" recognises it row by row
+    - `encoding`: of texts without a byte order mark
     """
+    check_shape(shape, TrainingError)
     declared: dict[str, Concept] = {}
     declared_here: set[str] = set()
     texts: list[Example] = []
     if like is not None:
         declared.update(like.concepts)
-    for where, raw in read_rows(sources):
+    for where, raw in read_rows(sources, encoding):
         row = {key: value for key, value in raw.items() if not _is_missing(value)}
         if text_field in row:
             row["text"] = row.pop(text_field)
@@ -227,7 +232,7 @@ def read_examples(
                 declared[concept.id] = concept
             texts += concept_examples
         else:
-            for one in _of_shapes(row, where):
+            for one in _of_shapes(row, where, shape):
                 texts += _example(one, where)
     concepts = dict(declared)
     for example in texts:
@@ -531,7 +536,7 @@ def _id(text: str, where: str) -> str:
 
 def _messages(value: Any, where: str) -> tuple[Mapping[str, Any], ...]:
     try:
-        check_said(_list(value, "messages", where), ROLES)
+        check_said(_list(value, "messages", where))
         return tuple(normalised(_list(value, "messages", where)))
     except ChatRefused as error:
         raise TrainingError(f"{where}: {error}") from None

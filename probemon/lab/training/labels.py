@@ -49,10 +49,10 @@ def parts_of(example: Example, text: Text, tokens: WindowTokens, place: Mapping[
             " give whole texts with labels"
         )
     for span in example.spans:
-        if span.turn is not None and span.turn not in text.offsets:
+        if span.turn is not None and text.place_of(span.turn, span.start) is None:
             raise TrainingError(
                 f"{example.where}: the span {example.said_in(span)!r} is in turn {span.turn}, of"
-                f" {example.messages[span.turn]['role']}, which does not count: choose other turns by --on"
+                f" {example.messages[span.turn]['role']}, which does not count: choose other parts by --on"
             )
     known = np.repeat(text_labels[None], len(tokens), axis=0)
     for id, absent in example.outside.items():
@@ -87,5 +87,6 @@ def parts_of(example: Example, text: Text, tokens: WindowTokens, place: Mapping[
 
 def _range(span: Span, text: Text) -> tuple[int, int]:
     """Return the characters of a span in a text as the model reads it."""
-    offset = 0 if span.turn is None else text.offsets[span.turn]
-    return span.start + offset, span.end + offset
+    start = text.place_of(span.turn, span.start)
+    assert start is not None
+    return start, start + span.end - span.start

@@ -16,8 +16,8 @@ from probemon.core.baselines import refuse_baseline
 from probemon.core.probes import as_site, check_sites_once, is_recurrent, parse_site
 from probemon.errors import ConfigError
 from probemon.host.chat_dates import CHAT_DATE, parse_date
+from probemon.host.chat_forms import PARTS
 from probemon.lab.training.carriers import MOST
-from probemon.lab.training.examples import ROLES
 from probemon.lab.training.ordinary import TEXTS
 from probemon.lab.training.state_store import BUDGET
 from probemon.util.checks import check_choice, check_count, check_share, shown
@@ -33,7 +33,7 @@ class TrainingSettings:
     - `layers`: "auto" (four between two and three quarters of the depth), numbers, or sites
     - `method`: "auto", or "plain": windows of 16 tokens, standardised, and only the layer is chosen
     - `watch`: aggregator of the running score; "auto": a mean of the logits of as many tokens as suits the concept
-    - `roles`: turns of a chat that count
+    - `roles`: turns of a chat that count, or "reasoning"
     - `chat_date`: YYYY-MM-DD, for templates that write today's date
     - `exclusive`: texts have no other concepts than their labels
     - `held_out`: by field of a row ("group", "author"), the values that are only tested on
@@ -70,9 +70,9 @@ class TrainingSettings:
         if self.precision is not None:
             check_share("precision", self.precision, "give more than 0 and less than 1, such as 0.9")
         for role in self.roles:
-            check_choice("roles", role, ROLES)
+            check_choice("roles", role, PARTS)
         if not self.roles:
-            raise ConfigError(f"roles is empty: give one or more of {', '.join(ROLES)}")
+            raise ConfigError(f"roles is empty: give one or more of {', '.join(PARTS)}")
         for name, least in (("budget", 1 << 20), ("seed", 0), ("generate", 0), ("ordinary", 0), ("carried", 0)):
             check_count(name, getattr(self, name), least=least, remedy=f"give {least} or more")
         if self.aggregator is not None:

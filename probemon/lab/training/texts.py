@@ -6,7 +6,7 @@ texts[0].counts(tokens)                            # [T] bool
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -15,7 +15,8 @@ import numpy as np
 from probemon.core.hierarchy import Mask
 from probemon.errors import ChatRefused, ConfigError, TrainingError
 from probemon.host.chat_dates import CHAT_DATE
-from probemon.host.chat_template import Chat
+from probemon.host.chat_forms import REASONING
+from probemon.host.chat_parts import ChatPart, parts_of
 from probemon.host.chat_template import render as render_chat
 from probemon.host.text_tokens import counted as counted_tokens
 from probemon.host.text_tokens import in_ranges
@@ -23,7 +24,6 @@ from probemon.lab.corpora.windows import WindowTokens
 from probemon.lab.training.examples import Example
 
 Ranges = tuple[tuple[int, int], ...]
-_MARK = "\uf8ff"  # of the private use area
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Text:
     - `is_chat`: has the template's special tokens.
     - `counted_tokens [T]`: without offsets.
     - `reads_date`: its template writes the date.
-    - `offsets`: of each counted turn, where the first character of its content would stand.
+    - `places`: of a chat, what counts.
     """
 
     where: str
@@ -43,7 +43,14 @@ class Text:
     is_chat: bool = False
     counted_tokens: Mask | None = field(default=None, compare=False, repr=False)
     reads_date: bool = False
-    offsets: Mapping[int, int] = field(default_factory=dict, compare=False, repr=False)
+    places: tuple[ChatPart, ...] = field(default=(), compare=False, repr=False)
+
+    def place_of(self, turn: int | None, at: int) -> int | None:
+        """Return where a character of a turn's content is in the text; None if it does not count."""
+        if turn is None:
+            return at
+        found = (part for part in self.places if part.turn == turn and part.within[0] <= at < part.within[1])
+        return next((part.offset + at for part in found), None)
 
     def counts(self, tokens: WindowTokens) -> Mask:
         """Return which tokens count `[T]`."""
@@ -56,7 +63,8 @@ class Text:
 
 def after(text: Text, n_before: int, turn: int | None) -> Text:
     """Return a text of which only what follows the first `n_before` characters, of a chat's turn, counts."""
-    first = n_before + (0 if turn is None else text.offsets[turn])
+    first = text.place_of(turn, n_before)
+    assert first is not None
     ranges = text.counted or ((0, len(text.text)),)
     return replace(text, counted=tuple((max(a, first), b) for a, b in ranges if b > first))
 
@@ -80,13 +88,16 @@ def _chat(example: Example, tokenizer: Any, roles: Sequence[str], chat_date: str
         chat = render_chat(tokenizer, example.messages, tools=example.tools, date=chat_date)
     except ChatRefused as error:
         raise TrainingError(f"{example.where}: {error}") from error
-    role_turns = [at for at, message in enumerate(chat.said) if message["role"] in roles]
-    turns = [at for at in role_turns if chat.said[at]["content"].strip()]
-    ranges, offsets = _placed(example, chat, turns)
+    try:
+        places = parts_of(chat, roles)
+    except ChatRefused as error:
+        raise TrainingError(f"{example.where}: {error}") from error
+    ranges = [(part.start, part.stop) for part in places]
     if not ranges:
-        condition = " that says anything" if role_turns else ""
+        condition = " that says anything" if any(message["role"] in roles for message in chat.said) else ""
         raise TrainingError(
-            f"{example.where} has no turn of {' or '.join(roles)}{condition} for its labels: choose others by --on"
+            f"{example.where} has no {'' if roles == (REASONING,) else 'turn of '}{' or '.join(roles)}{condition} for"
+            " its labels: choose others by --on"
         )
     tokens = None
     if not getattr(tokenizer, "is_fast", False):
@@ -96,55 +107,4 @@ def _chat(example: Example, tokenizer: Any, roles: Sequence[str], chat_date: str
             raise TrainingError(
                 f"{example.where}: which tokens are of {' or '.join(roles)} is unknown: {error}"
             ) from None
-    return Text(example.where, chat.text, tuple(ranges), True, tokens, chat.reads_date, offsets)
-
-
-def _placed(example: Example, chat: Chat, turns: Sequence[int]) -> tuple[list[tuple[int, int]], dict[int, int]]:
-    """Return the ranges of these turns in a chat's text, in order, and `Text.offsets`. Raises `TrainingError`.
-
-    Renders marks instead of the turns, because a turn may repeat the template's text.
-    """
-    marks = {f"{_MARK}{at}{_MARK}": chat.said[at]["content"] for at in turns}
-    marked = [dict(message) for message in chat.said]
-    for at, mark in zip(turns, marks, strict=True):
-        marked[at]["content"] = mark
-    try:
-        rest = chat.written(marked, add_generation_prompt=False)
-    except Exception as error:  # templates are programs of the model
-        raise TrainingError(f"{example.where}: the model's chat template looks into what is said: {error}") from error
-    around, contents, order = [], [], list[int]()
-    turn_of = dict(zip(marks, turns, strict=True))
-    while occurrences := sorted((rest.find(mark), mark) for mark in marks if mark in rest):
-        at, mark = occurrences[0]
-        around.append(rest[:at])
-        contents.append(marks.pop(mark))
-        order.append(turn_of[mark])
-        rest = rest[at + len(mark) :]
-    # Templates may strip turns, so a prefix can match in several ways.
-    ways: dict[int, list[tuple[int, int]]] = {0: []}
-    for before, content in zip(around, contents, strict=True):
-        core = content.strip()
-        leading, trailing = content.split(core)[0], content[content.index(core) + len(core) :]
-        further: dict[int, list[tuple[int, int]]] = {}
-        for end, places in ways.items():
-            first = end + len(before)
-            n_leading = len(chat.text[first:]) - len(chat.text[first:].lstrip())
-            start = first + n_leading
-            fits = chat.text.startswith(before, end) and chat.text.startswith(core, start)
-            if fits and leading.endswith(chat.text[first:start]):
-                stop = start + len(core)
-                for n in range(len(trailing), -1, -1):
-                    if chat.text.startswith(trailing[:n], stop):
-                        further.setdefault(stop + n, [*places, (first, stop + n)])
-        ways = further
-    solutions = [places for end, places in ways.items() if chat.text[end:] == rest]
-    if marks or not solutions:
-        raise TrainingError(
-            f"{example.where}: the model's chat template changes what is said (many cut reasoning in <think> away), so"
-            " the place of each turn is unknown: leave out what the template removes"
-        )
-    offsets = {}
-    for turn, content, (first, stop) in zip(order, contents, solutions[0], strict=True):
-        core = content.strip()
-        offsets[turn] = chat.text.index(core, first, stop) - content.index(core)
-    return solutions[0], offsets
+    return Text(example.where, chat.text, tuple(ranges), True, tokens, chat.reads_date, places)

@@ -12,6 +12,7 @@ from conftest import make_pack
 from corpora import close, make_tokenizer
 from probemon import DynamicProbeManager
 from probemon.errors import ConfigError, PackError
+from probemon.host.chat_forms import PARTS
 from probemon.lab.calibration.calibrated_pack import write_calibrated
 from probemon.lab.calibration.score_statistics import ScoreStatistics
 from probemon.lab.cli.scored_documents import ScoredDocuments
@@ -179,3 +180,89 @@ def test_calibration_on_chats_stores_their_date_in_the_new_pack(manager, model, 
     made = write_calibrated(pack, tmp_path / "new", statistics=statistics, chat_date=ordinary.chat_date)
     assert made.manifest["provenance"]["chat_date"] == "2025-01-01" and stated_chat_dates(made) == ["2025-01-01"]
     assert stated_chat_dates(pack) == []
+
+
+THOUGHT = [CHAT[0], {"role": "assistant", "content": "<think>whales sing.</think>in the sea."}]
+ROWS = [{"messages": THOUGHT}, {"messages": [*CHAT, CHAT[0]]}, {"text": "whales sing in the sea"}]
+
+
+class Slow:
+    """The tokenizer without offsets."""
+
+    is_fast = False
+
+    def __init__(self, tokenizer):
+        self._tokenizer = tokenizer
+
+    def __getattr__(self, name):
+        return getattr(self._tokenizer, name)
+
+    def __call__(self, *texts, return_offsets_mapping=False, **options):
+        return self._tokenizer(*texts, **options)
+
+
+@pytest.mark.parametrize("on", [("assistant",), ("reasoning",), ("user", "assistant"), ("tool",)])
+def test_rows_state_part_and_turn_and_an_analysis_of_parts_has_only_these(manager, model, tmp_path, on):
+    whole = analyze(manager, model, tokenizer_of(), ROWS, tmp_path / "whole", floor=0.0)
+    table = whole.scores()
+    texts, found = whole.documents().column("text").to_pylist(), {}
+    for row in table.to_pylist():
+        found.setdefault((row["document"], row["turn"], row["part"]), {})[row["start"]] = row["token"]
+    said = {place: "".join(tokens[start] for start in sorted(tokens)) for place, tokens in found.items()}
+    # The tokenizer of this test has a token for each character.
+    assert {place: text for place, text in said.items() if place[1] is not None} == {
+        (0, 0, "user"): "where do whales live",
+        (0, 1, "reasoning"): "whales sing.",
+        (0, 1, "assistant"): "in the sea.",
+        (1, 0, "user"): "where do whales live",
+        (1, 1, "assistant"): "in the sea.",
+        (1, 2, "user"): "where do whales live",
+    }
+    assert said[2, None, None] == texts[2] and "<think>" in said[0, None, None]
+    part = analyze(manager, model, tokenizer_of(), ROWS, tmp_path / "part", floor=0.0, reading=Reading(on=on))
+    wanted = [row for row in table.to_pylist() if row["part"] in on or row["document"] == 2]
+    rows = part.scores().to_pylist()
+    assert [{**row, "score": 0} for row in rows] == [{**row, "score": 0} for row in wanted]
+    assert close(np.asarray([row["score"] for row in rows]), np.asarray([row["score"] for row in wanted]))
+    places = {(row["document"], row["position"]) for row in wanted}
+    documents = part.documents().to_pylist()
+    for document in documents:
+        has_some = any(index == document["document"] for index, _ in places)
+        assert bool(document["reason"]) == (not has_some)
+        assert document["n_tokens"] == sum(index == document["document"] for index, _ in places)
+    assert part.manifest["totals"]["tokens"] == len(places)
+    concepts = part.concepts().to_pylist()
+    for concept in concepts:
+        own = [row for row in wanted if row["concept"] == concept["concept"]]
+        assert concept["n_tokens"] == len(own) and concept["score_sum"] == pytest.approx(sum(r["score"] for r in own))
+        assert dict(zip(PARTS, concept["n_by_part"], strict=True)) == {
+            part: sum(row["part"] == part for row in own) for part in PARTS
+        }
+    for row in part.summary().to_pylist():
+        own = [r for r in wanted if (r["document"], r["concept"]) == (row["document"], row["concept"])]
+        seen = len({r["position"] for r in wanted if r["document"] == row["document"]})
+        assert row["n_tokens"] == len(own) and row["mean_score"] == pytest.approx(sum(r["score"] for r in own) / seen)
+
+
+def test_parts_are_found_without_offsets_and_other_readers_get_only_them(manager, model):
+    read = [{"messages": THOUGHT}, {"text": "whales"}]
+    for tokenizer in (tokenizer_of(), Slow(tokenizer_of())):
+        scored = list(
+            score_documents(manager, model, tokenizer, read_documents(read), reading=Reading(on=("reasoning",)))
+        )
+        assert [len(one.tokens) for one in scored] == [len("whales sing."), 6]
+        assert [len(one.scores) for one in scored] == [len("whales sing."), 6]
+        [full, _] = score_documents(manager, model, tokenizer, read_documents(read))
+        at = np.flatnonzero(full.tokens.part == PARTS.index("reasoning"))
+        assert len(at) == len("whales sing.") and len(full.scores) > len(at)
+        for t, place in enumerate(at.tolist()):
+            assert close(scored[0].scores.active_scores(t), full.scores.active_scores(place))
+
+
+def test_parts_that_cannot_be_found_are_a_reason_only_if_they_are_asked_for(manager, model):
+    strange = tokenizer_of("{% for m in messages %}{{ m.content | upper }}{% endfor %}")
+    for on, reason in (((), ""), (("user",), "which of its tokens are of user is unknown: the model's chat template")):
+        [document] = planned(manager, model, strange, [{"messages": CHAT}], on=on).documents
+        assert document.reason.startswith(reason) and bool(document.reason) == bool(reason)
+    with pytest.raises(ConfigError, match=r"on is 'judge'"):
+        Reading(on=("judge",))

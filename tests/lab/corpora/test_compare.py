@@ -18,6 +18,7 @@ from corpora import make_tokenizer, random_texts
 from probemon import DynamicProbeManager
 from probemon.core.intervals import lower_bound, mean_interval
 from probemon.errors import ConfigError
+from probemon.host.chat_forms import PARTS
 from probemon.lab.cli.diff_analyses import _show, diff
 from probemon.lab.corpora.analysis_files import COUNTED, schemas
 from probemon.lab.corpora.analysis_folder import Analysis
@@ -98,6 +99,7 @@ def write(path, seen, counts, bad=(), far=0, **changes):
             "n_tokens": counts.sum(axis=0),
             "max_score": [0.9] * len(ids),
             "score_sum": [1.0] * len(ids),
+            "n_by_part": [[0] * len(PARTS)] * len(ids),
         },
     }
     made = {

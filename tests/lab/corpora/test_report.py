@@ -192,6 +192,20 @@ def test_excluded_concepts_are_reported_separately_from_never_over_the_floor(bro
 
 
 @in_browser
+def test_concept_of_chats_states_its_tokens_by_part(browser, model, pack, tmp_path):
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = "{% for m in messages %}{{ m.role }} {{ m.content }}{% endfor %}"
+    chat = [{"role": "user", "content": "where do whales live"}, {"role": "assistant", "content": "in the sea."}]
+    manager = DynamicProbeManager(pack, impl="cpu")
+    analysis = analyze(manager, model, tokenizer, [{"messages": chat}, {"text": "whales"}], tmp_path / "out", floor=0.0)
+    page, rows = browser.open(write_report(analysis).as_uri()), analysis.scores().to_pylist()
+    parts = [row["part"] for row in rows if row["concept"] == rows[0]["concept"]]
+    counts = f"{parts.count('user')} user, {parts.count('assistant')} assistant"
+    assert f"%): {counts}" in page(f"facts(concepts.id.indexOf({json.dumps(rows[0]['concept'])})).join()")
+    assert parts.count("user") and parts.count(None)
+
+
+@in_browser
 def test_unreachable_thresholds_and_unseen_tokens_are_reported(browser, model, tmp_path):
     threshold = torch.full((40,), 0.3)
     threshold[[4, 5]], threshold[6] = math.nan, 1.0

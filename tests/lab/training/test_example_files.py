@@ -5,6 +5,7 @@ import json
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.feather
 import pyarrow.parquet
 import pytest
 
@@ -127,8 +128,26 @@ def test_files_of_every_format_give_the_same_examples(tmp_path):
     pa.parquet.write_table(pa.Table.from_pylist(cells), tmp_path / "b.parquet")
     (tmp_path / "a.tsv").write_text("text\tlabels\tnot\tgroup\none, two\tx;y\t\tg\nthree\t\tx\t\n")
     pa.parquet.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet")
+    lines = (tmp_path / "a.jsonl").read_bytes()
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(lines))
+    (tmp_path / "b.jsonl").write_bytes(lines.decode().encode("utf-16"))
+    (tmp_path / "a.json").write_text(json.dumps(rows, indent=1))
+    pa.feather.write_feather(pa.Table.from_pylist(cells), tmp_path / "a.feather")
+    (tmp_path / "c.csv").write_text('text;label;not;group\n"one, two";"x;y";;g\nthree;;x;\n')
     wanted = labels(read_examples(rows))
-    for name in ("a.jsonl", "a.csv", "a.tsv", "a.parquet", "b.csv", "b.parquet"):
+    others = (
+        "a.csv",
+        "a.tsv",
+        "a.parquet",
+        "b.csv",
+        "b.parquet",
+        "a.jsonl.gz",
+        "b.jsonl",
+        "a.json",
+        "a.feather",
+        "c.csv",
+    )
+    for name in ("a.jsonl", *others):
         examples = read_examples(tmp_path / name)
         assert labels(examples) == wanted, name
         assert [example.group for example in examples.texts] == ["g", None], name
@@ -327,8 +346,8 @@ def test_cycles_and_contradictions_are_refused():
             "line 1: 'messages' is a text: give a list",
         ),
         ("a.jsonl", "[" * 100_000, "^a.jsonl, line 1 is nested too deeply"),
-        ("a.csv", "text,labels\na,b,c\n", "row 1 has more or fewer cells"),
-        ("a.csv", 'text,labels\n"a,x\nb,y\n', r"a.csv is not a table of texts \(unexpected end of data\)"),
+        ("a.csv", "text,labels\na,b,c\n", "row 1 has 3 cells, and the header has 2"),
+        ("a.csv", 'text,labels\n"a,x\nb,y\n', r"a.csv, row 1 is cut \(unexpected end of data\)"),
         ("a.parquet", "PAR1 and more PAR1", "a.parquet is not parquet"),
         ("a.yaml", "- [", "is not YAML"),
         ("a.yaml", "text: 3", "give a list of concepts"),
@@ -342,15 +361,11 @@ def test_cycles_and_contradictions_are_refused():
         ("a.yaml", "- {id: a, examples: [b]}\n- {id: c, parents: [a, a], examples: [d]}", "parent 'a' twice"),
         ("a.jsonl", '{"text": "a", "labels": ["b\\u0007"]}', "a text without control characters"),
         ("a.docx", "", "its kind is unknown"),
-        (
-            "a.json",
-            '[\n  {"text": "b"}\n]\n',
-            r"^a.json is one JSON array: write one object a line \(jq -c '\.\[\]' does",
-        ),
-        ("a.json", '{\n  "text": "b"\n}\n', "^a.json is one JSON object over several lines"),
-        ("a.jsonl.gz", gzip.compress(b"{}", mtime=0), "is compressed by gzip: decompress it"),
+        ("a.json", '[\n  {"text": "b"}, 3\n]\n', "^a.json, row 2 is int, not an object"),
+        ("a.jsonl.gz", b"plain", "^a.jsonl.gz cannot be decompressed"),
         ("a.csv", b"PK\x03\x04 and more", "^a.csv is a zip archive"),
-        ("a.jsonl", b"\xff\xfe", "is not UTF-8"),
+        ("a.jsonl.gz", gzip.compress(b"%PDF-1.7", mtime=0), "^a.jsonl.gz is a PDF"),
+        ("a.jsonl", b"\xff\x00", "is not UTF-8"),
     ],
 )
 def test_invalid_file_is_named(tmp_path, name, content, said):
@@ -421,3 +436,16 @@ def test_yaml_does_not_construct_objects(tmp_path):
     (tmp_path / "a.yaml").write_text("- !!python/object/apply:os.system [exit]\n")
     with pytest.raises(TrainingError, match="is not YAML"):
         read_examples(tmp_path / "a.yaml")
+
+
+def test_encoding_and_form_of_chats_are_given(tmp_path):
+    (tmp_path / "a.csv").write_bytes("text,label\nÄther,x\n".encode("latin-1"))
+    with pytest.raises(TrainingError, match=r"is not UTF-8 at byte .*: give --encoding latin-1"):
+        read_examples(tmp_path / "a.csv")
+    assert labels(read_examples(tmp_path / "a.csv", encoding="latin-1")) == {"Äther": {"x": True}}
+    row = {"text": "why", "instruction": "Say.", "output": "A whale.", "label": "x"}
+    assert read_examples([row]).texts[0].text == "why"
+    [chat] = read_examples([row], shape="Alpaca").texts
+    assert [turn["content"] for turn in chat.messages] == ["Say.", "A whale."]
+    with pytest.raises(TrainingError, match="did you mean 'Alpaca'"):
+        read_examples([row], shape="alpaca")

@@ -262,13 +262,19 @@ function drawNode(root, children) {
 
 const highestOf = (c) => concepts.documents[c] ? score(concepts.highest[c]) : "–";
 
+/** In a corpus of chats: how many of a concept's tokens each part said, ": 10 assistant, 2 reasoning". */
+function byPart(c) {
+  const counts = (concepts.parts[c] ?? []).map((n, i) => [n, data.parts[i]]).filter(([n]) => n);
+  return counts.length ? `: ${counts.map(([n, part]) => `${count(n)} ${part}`).join(", ")}` : "";
+}
+
 /** Lines on a concept: where it stands, how often it was over the floor, how strongly. */
 function facts(c) {
   const others = concepts.parents[c].slice(1);
   return [
     inWords(path(c)),
     `${concepts.id[c]}, level ${concepts.level[c]}`,
-    excluded.has(c) ? "excluded: nothing is known about it" : isMute(c) ? `never over the floor, whatever it scores: its alert threshold is ${concepts.threshold[c] === null ? "not set" : 1}` : `over the floor in ${plural(concepts.documents[c], "document")}, at ${plural(concepts.tokens[c], "token")} (${percent(VALUES.share(c))})`,
+    excluded.has(c) ? "excluded: nothing is known about it" : isMute(c) ? `never over the floor, whatever it scores: its alert threshold is ${concepts.threshold[c] === null ? "not set" : 1}` : `over the floor in ${plural(concepts.documents[c], "document")}, at ${plural(concepts.tokens[c], "token")} (${percent(VALUES.share(c))})${byPart(c)}`,
     `${concepts.documents[c] ? `highest ${over(c, concepts.highest[c])}, ` : ""}mean over all tokens ${mean(c).toFixed(4)}`,
     `${plural(weight[c], "token")} with all placed below it, added up`,
     ...(others.length ? [`placed under its first parent; also below ${others.map((a) => concepts.name[a]).join(", ")}`] : []),

@@ -23,7 +23,7 @@ class ChatPart:
     """Characters `start` to `stop` of a rendered chat.
 
     - `turn`: number of its message, from 0. `part`: its role, or "reasoning".
-    - `offset`: where the first character of its message's content would be; `within`: its range of that content, empty
+    - `offset`: where the first character of its message's content would be; `inside`: its range of that content, empty
       for reasoning in a field of its own.
     """
 
@@ -32,7 +32,7 @@ class ChatPart:
     start: int
     stop: int
     offset: int = 0
-    within: tuple[int, int] = (0, 0)
+    inside: tuple[int, int] = (0, 0)
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class _Said:
     turn: int
     part: str
     text: str
-    within: tuple[int, int]
+    inside: tuple[int, int]
 
 
 def parts_of(chat: Chat, parts: Sequence[str] = PARTS) -> tuple[ChatPart, ...]:
@@ -90,7 +90,7 @@ def _marked(messages: Iterable[Message], said: dict[str, _Said]) -> list[dict[st
     """Return the messages with marks instead of their parts."""
     marked = [dict(message) for message in messages]
     for mark, one in reversed(said.items()):  # from the end of a content
-        message, (start, stop) = marked[one.turn], one.within
+        message, (start, stop) = marked[one.turn], one.inside
         if start == stop:
             message["reasoning_content"] = mark
         else:
@@ -121,5 +121,5 @@ def _solutions(text: str, around: list[str], order: list[_Said], rest: str) -> l
 
 def _placed(text: str, one: _Said, place: tuple[int, int]) -> ChatPart:
     core = one.text.strip()
-    offset = text.index(core, *place) - one.text.index(core) - one.within[0]
-    return ChatPart(one.turn, one.part, *place, offset, one.within)
+    offset = text.index(core, *place) - one.text.index(core) - one.inside[0]
+    return ChatPart(one.turn, one.part, *place, offset, one.inside)

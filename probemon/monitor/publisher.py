@@ -13,11 +13,13 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
 from probemon.core.scores import GENERATED, PROMPT, Scores
 from probemon.errors import ConceptRaised, UnsupportedDecoding
 from probemon.host.changes import ModelMark
+from probemon.host.reasoning_marks import ReasoningMarks, marks_of
 from probemon.monitor.delivery import Delivery, SinkStats
 from probemon.monitor.failures import MAX_KEPT
 from probemon.monitor.followers import Batch, Decider, Followers
@@ -87,6 +89,10 @@ class Publisher:
         self.changed_between: list[str] = []  # at the last one
         self.newest_mark: ModelMark | None = None
         self._keeping = threading.Lock()  # recordings are changed by several threads
+
+    @cached_property
+    def _marks(self) -> ReasoningMarks | None:
+        return marks_of(self.tokenizer)
 
     @property
     def rules(self) -> list[Rule]:
@@ -192,7 +198,7 @@ class Publisher:
             self._passing.update((id(rule), rule) for rule in passing)
         if not watch.rules:
             return
-        for rule, i, fields in watch.panel.ask(placed, scores, generation.states_of_rule):
+        for rule, i, fields in watch.panel.ask(placed, scores, generation.states_of_rule, self._marks):
             if "blind" in fields:
                 self._act(rule.on_blind, self._event(rule, generation.recording, placed, i, **fields), generation)
             else:

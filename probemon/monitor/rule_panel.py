@@ -15,11 +15,12 @@ import numpy as np
 
 from probemon.core.aggregate import Each
 from probemon.core.scores import GENERATED, PROMPT, Scores
+from probemon.host.reasoning_marks import ReasoningMarks
 from probemon.monitor.rule_spec import Condition, Rule
 from probemon.monitor.rules import PASS
 from probemon.tracking.align import PlacedTokens
 
-OF_PANEL = -1  # the key of the panel's streaks; rules count from 0
+OF_PANEL, OF_PARTS = -1, -2  # keys of the panel's streaks, and of where reasoning goes on; rules count from 0
 Known = dict[str, Any]  # an event's score and value, or `blind`
 
 
@@ -32,6 +33,7 @@ class RulePanel:
         self._alone = [at for at, (_, rule) in enumerate(rules) if not _is_plain(rule)]
         self._blind = [at for at, (_, rule) in enumerate(rules) if rule.on_blind != PASS]
         self._asks = {phase: any(rule.asks(phase) for _, rule in rules) for phase in (PROMPT, GENERATED)}
+        self._by_part = any(rule.reasons is not None for _, rule in rules)
         # Sorted as active probes are.
         plain.sort(key=lambda at: rules[at][1].probe)
         self._at = np.array(plain, dtype=np.int64)
@@ -42,26 +44,32 @@ class RulePanel:
         self._for_tokens = np.array([rule.for_tokens for rule in chosen], dtype=np.int64)
 
     def asks(self, phase: int) -> bool:
-        """True if a rule applies to a phase."""
-        return self._asks[phase]
+        """True if a rule applies to a phase, or needs its tokens: a prompt may begin reasoning."""
+        return self._asks[phase] or self._by_part
 
     def ask(
-        self, placed: PlacedTokens, scores: Scores, states: Callable[[int], dict[int, Any]]
+        self,
+        placed: PlacedTokens,
+        scores: Scores,
+        states: Callable[[int], dict[int, Any]],
+        marks: ReasoningMarks | None = None,
     ) -> Iterator[tuple[Rule, int, Known]]:
         """Yield `(rule, i, fields)` for each rule met or blind at entry `i` of `placed`, in the order of rules, then
         tokens.
 
-        `states(number)`: a rule's state by row; values are replaced, never changed in place
+        - `states(number)`: a rule's state by row; values are replaced, never changed in place
+        - `marks`: of reasoning, for rules on parts of the answer
         """
+        reasons = _reasons(placed, states(OF_PARTS), marks) if self._by_part and marks is not None else None
         matches: dict[int, list[tuple[int, Known]]] = {}
         if len(self._at) and placed.phase == GENERATED:
             self._compare(placed, scores, states(OF_PANEL), matches)
         for at in self._alone:
             number, rule = self._rules[at]
-            for i, score, value in observe(rule, placed, scores, states(number)):
+            for i, score, value in observe(rule, placed, scores, states(number), reasons):
                 matches.setdefault(at, []).append((i, {"score": score, "value": value}))
         for at in self._blind if not scores.coverage.all_seen else ():
-            for i, reason in blind_to(self._rules[at][1], placed, scores):
+            for i, reason in blind_to(self._rules[at][1], placed, scores, reasons):
                 matches.setdefault(at, []).append((i, {"blind": reason}))
         for at in sorted(matches):
             for i, fields in matches[at]:
@@ -99,24 +107,46 @@ def _is_plain(rule: Rule) -> bool:
     return type(rule.aggregator) is Each and rule.within == "answer" and not rule.also
 
 
-def blind_to(rule: Rule, placed: PlacedTokens, scores: Scores) -> list[tuple[int, str]]:
+def _reasons(placed: PlacedTokens, states: dict[int, Any], marks: ReasoningMarks) -> list[bool]:
+    """Return which tokens are reasoning."""
+    found = []
+    for row, id in zip(placed.rows.tolist(), placed.ids.tolist(), strict=True):
+        [reasons], states[row] = marks.reasons([id], states.get(row, False))
+        found.append(reasons)
+    return found
+
+
+def blind_to(
+    rule: Rule, placed: PlacedTokens, scores: Scores, reasons: Sequence[bool] | None = None
+) -> list[tuple[int, str]]:
     """Return `(entry, reason)` of tokens without scores, if the rule acts on these."""
     if rule.on_blind == PASS or not rule.asks(placed.phase):
         return []
-    return [(i, reason) for i, reason in enumerate(scores.coverage.unseen) if reason]
+    unseen = [(i, reason) for i, reason in enumerate(scores.coverage.unseen) if reason]
+    return [(i, reason) for i, reason in unseen if _is_asked(rule, i, reasons)]
 
 
-def observe(rule: Rule, placed: PlacedTokens, scores: Scores, states: dict[int, Any]) -> list[tuple[int, float, float]]:
+def _is_asked(rule: Rule, i: int, reasons: Sequence[bool] | None) -> bool:
+    return rule.reasons is None or reasons is None or reasons[i] == rule.reasons
+
+
+def observe(
+    rule: Rule,
+    placed: PlacedTokens,
+    scores: Scores,
+    states: dict[int, Any],
+    reasons: Sequence[bool] | None = None,
+) -> list[tuple[int, float, float]]:
     """Return `(entry, score, value)` wherever a rule's streak reaches `for_tokens`.
 
-    `states`: as in `RulePanel.ask`. Unseen tokens neither extend nor break a streak.
+    `states`: as in `RulePanel.ask`. Unseen tokens, and those of other parts, neither extend nor break a streak.
     """
     if not rule.asks(placed.phase):
         return []
     first = Condition(rule.probe, rule.above, rule.aggregator)
     met, conditions = [], (first, *rule.also)
     for i, row in enumerate(placed.rows.tolist()):
-        if scores.coverage.unseen[i]:
+        if scores.coverage.unseen[i] or not _is_asked(rule, i, reasons):
             continue
         before, streak = states.get(row) or (tuple(condition.aggregator.begin() for condition in conditions), 0)
         running, pairs = [], []

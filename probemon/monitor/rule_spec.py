@@ -25,7 +25,11 @@ from probemon.packs.strength import in_short
 from probemon.util.checks import check_count, check_number, check_text, is_int
 
 # The phases of the tokens that a rule applies to.
-WITHIN = {"answer": ("generated",), "prompt": ("prompt",), "any": ("prompt", "generated")}
+WITHIN = {
+    **{"answer": ("generated",), "reasoning": ("generated",), "reply": ("generated",)},
+    **{"prompt": ("prompt",), "any": ("prompt", "generated")},
+}
+_REASONS = {"reasoning": True, "reply": False}  # parts of an answer
 TRAINED = "trained"  # of `aggregate`: the running score that the pack names for the concept
 _CONCEPT = {"type": "string", "minLength": 1, "pattern": r"\S"}
 
@@ -85,6 +89,11 @@ class Rule:
         """True if it applies to a phase of `PHASES`."""
         return PHASES[phase] in WITHIN[self.within]
 
+    @property
+    def reasons(self) -> bool | None:
+        """True if it applies to reasoning alone, False if to the reply alone, else None."""
+        return _REASONS.get(self.within)
+
     def event_fields(self, pack: AnyPack) -> dict[str, Any]:
         """Return its part of an `Event`."""
         return {
@@ -110,7 +119,9 @@ class Rule:
         """Return its threshold and number of tokens, for a table."""
         aggregate = "" if str(self.aggregator) == "each" else f" of {self.aggregator}"
         alert_set = f" ({self.alert_set})" if self.alert_set else ""
-        part = "" if self.within == "answer" else f" of {'any part' if self.within == 'any' else 'the prompt'}"
+        part = {"answer": "", "any": " of any part", "reasoning": " of reasoning"}.get(
+            self.within, f" of the {self.within}"
+        )
         others = f", and {len(self.also)} more at once" if self.also else ""
         over = f"{in_short(self.above, '.3g')}{aggregate}{alert_set}{others}"
         return over, f"{self.for_tokens} token{'s' * (self.for_tokens > 1)}{part}"
@@ -130,7 +141,8 @@ class RuleSpec:
     - `above`: default: the alert threshold, of `alert_set` or of the set rate_ and `rate` if given
     - `aggregate`: compare a running score: "mean", "max", "attention", "ema:0.3", ... or one of
       `probemon.core.aggregate`; "trained": that for which the concept was trained
-    - `within`: tokens of the "answer", the "prompt" or "any"
+    - `within`: tokens of the "answer", the "prompt" or "any"; of the answer, "reasoning" or the "reply" alone, which
+      `probemon.host.reasoning_marks` tells apart
     - `action`: "stop" ends the row, after the token sampled meanwhile; "raise" ends `generate` with `ConceptRaised`;
       "record" only adds to `run.events`; a callable takes the `Event`; `Escalate` asks a judge
     - `on_blind`: action at a token without scores (`on_gap="report"`), or "pass"
@@ -170,7 +182,9 @@ class RuleSpec:
     )
     for_tokens: int = _field(1, "The number of tokens in a row.", type="integer", minimum=1)
     within: str = _field(
-        "answer", "The tokens that it applies to: those of the answer, of the prompt, or any.", enum=list(WITHIN)
+        "answer",
+        "The tokens that it applies to: the answer, its reasoning alone, its reply alone, the prompt, or any.",
+        enum=list(WITHIN),
     )
     action: Action = _field(
         "stop",

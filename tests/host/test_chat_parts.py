@@ -86,10 +86,10 @@ def test_parts_are_where_each_published_template_writes_them(name):
         # Templates may leave out reasoning before the last turn.
         assert texts == wanted or texts == [one for one in wanted if one[1] != "reasoning" or one[0] == len(chat) - 1]
         for one in found:
-            if one.within != (0, 0):
+            if one.inside != (0, 0):
                 content = rendered.said[one.turn]["content"]
-                core = content[slice(*one.within)].strip()
-                first = content.index(core, one.within[0])
+                core = content[slice(*one.inside)].strip()
+                first = content.index(core, one.inside[0])
                 assert rendered.text[one.offset + first :].startswith(core) and one.start <= one.offset + first
         for part in PARTS:
             assert parts_of(rendered, [part]) == tuple(one for one in found if one.part == part)

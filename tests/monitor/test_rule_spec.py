@@ -45,13 +45,32 @@ def scores_of(manager, model, out, mask):
     return found
 
 
-def met(manager, scores, conditions, for_tokens, within, aggregate, n_prompt):
+class Thinking:
+    """A tokenizer in which these tokens begin and end reasoning."""
+
+    def __init__(self, begin, end):
+        self.ids = {"<think>": begin, "</think>": end}
+
+    def convert_tokens_to_ids(self, name):
+        return self.ids.get(name)
+
+    def convert_ids_to_tokens(self, id):
+        return {id: name for name, id in self.ids.items()}.get(id)
+
+
+def met(manager, scores, conditions, for_tokens, within, aggregate, n_prompt, out, tokenizer):
     """Where a rule is met, by plain Python: {(row, column)}."""
-    places = set()
+    places, (begin, end) = set(), tokenizer.ids.values()
     for row in {row for row, _ in scores}:
+        thinks = {}
+        for column in range(out.shape[1]):
+            earlier = [int(id) for id in out[row, :column] if id in (begin, end)]
+            thinks[column] = earlier[-1:] == [begin] and int(out[row, column]) not in (begin, end)
         streak, running = 0, [parse(aggregate).begin() if aggregate else None for _ in conditions]
         for column in sorted(column for of_row, column in scores if of_row == row):
             if ("prompt" if column < n_prompt else "generated") not in WITHIN[within]:
+                continue
+            if within in ("reasoning", "reply") and thinks[column] != (within == "reasoning"):
                 continue
             over = True
             for at, (probe, above) in enumerate(conditions):
@@ -76,7 +95,11 @@ def test_events_equal_those_of_plain_python(manager, model, within, n_concepts, 
     ids = [concept["id"] for concept in manager.pack.concepts]
     wanted = [[int(one) for one in rng.choice(len(ids), n_concepts, replace=False)] for _ in range(12)]
     bar = 0.45 if n_concepts == 1 else 0.3
-    with manager.attach(model) as run:
+    plain = model.generate(PROMPTS, attention_mask=MASK, **GREEDY)
+    spoken = plain[1, 7:].tolist()
+    tokenizer = Thinking(13, next(id for at, id in enumerate(spoken) if at > 1 and id not in spoken[:at]))
+    assert 13 in PROMPTS[1] and 13 not in spoken
+    with manager.attach(model, tokenizer) as run:
         for probes in wanted:
             named = [ids[probe] for probe in probes]
             fields = {"all_of": named} if n_concepts > 1 else {"concept": named[0]}
@@ -84,7 +107,8 @@ def test_events_equal_those_of_plain_python(manager, model, within, n_concepts, 
         out = model.generate(PROMPTS, attention_mask=MASK, **GREEDY)
     scores = scores_of(manager, model, out, MASK)
     for probes in wanted:
-        expected = met(manager, scores, [(one, bar) for one in probes], for_tokens, within, aggregate, PROMPTS.shape[1])
+        conditions = [(one, bar) for one in probes]
+        expected = met(manager, scores, conditions, for_tokens, within, aggregate, PROMPTS.shape[1], out, tokenizer)
         same = [
             event
             for event in run.events
@@ -92,7 +116,12 @@ def test_events_equal_those_of_plain_python(manager, model, within, n_concepts, 
         ]
         assert {(event.row, event.column) for event in same} == expected and len(same) == len(expected)
         n_met += len(expected)
-    assert n_met > 3
+    assert n_met > (0 if within == "reasoning" else 3)
+
+
+def test_rules_on_reasoning_need_a_tokenizer_that_marks_it(manager, model):
+    with manager.attach(model) as run, pytest.raises(ConfigError, match="has no token such as <think>"):
+        run.on("c1", above=0.5, within="reasoning")
 
 
 @torch.no_grad()
@@ -159,7 +188,7 @@ def test_rule_survives_json_and_matches_its_schema():
         (["concept"], "", "give a mapping"),
         ({"all_of": ["a"]}, "all_of", "two concepts or more"),
         ({"all_of": "ab"}, "all_of", "two concepts or more"),
-        ({"concept": "a", "within": "answers"}, "within", "'answer', 'prompt', 'any'"),
+        ({"concept": "a", "within": "answers"}, "within", "'answer', 'reasoning', 'reply', 'prompt', 'any'"),
         ({"concept": "a", "above": -1}, "above", "above is -1"),
         ({"concept": "a", "above": 0.5, "rate": 0.1}, "rate", "give one of them"),
         ({"concept": "a", "for_tokens": 0}, "for_tokens", "for_tokens is 0"),

@@ -49,7 +49,7 @@ class Text:
         """Return where a character of a turn's content is in the text; None if it does not count."""
         if turn is None:
             return at
-        found = (part for part in self.places if part.turn == turn and part.within[0] <= at < part.within[1])
+        found = (part for part in self.places if part.turn == turn and part.inside[0] <= at < part.inside[1])
         return next((part.offset + at for part in found), None)
 
     def counts(self, tokens: WindowTokens) -> Mask:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, Unpack
 
 import numpy as np
 import torch
@@ -23,7 +23,7 @@ from probemon.core.inputs import FEW, NO_SCORE, NOT_FINITE, NOT_PREPARED, SEEN, 
 from probemon.core.plan import CascadePlan
 from probemon.core.probes import InputSpec
 from probemon.core.scores import AUDITED, Coverage, RowState, Scores
-from probemon.core.settings import CascadeConfig
+from probemon.core.settings import CascadeConfig, CascadeSettings
 from probemon.engine.audit import check_rate, compare
 from probemon.engine.build import choose_for, engines_of
 from probemon.engine.choice import Choice
@@ -61,7 +61,7 @@ class Scorer:
         strategy: str = "auto",
         audit_rate: float = 0.0,
         alert_set: str | None = None,
-        **settings: Any,
+        **settings: Unpack[CascadeSettings],
     ) -> None:
         self.pack = one_or_several(pack)
         if alert_set is not None:

@@ -212,3 +212,8 @@ def test_settings_that_type_checkers_see_are_those_of_a_manager():
     signature = inspect.signature(DynamicProbeManager.__init__).parameters
     assert signature["settings"].annotation == "Unpack[CascadeSettings]" and not stated & set(signature)
     assert set(MachineSettings.__annotations__) < set(signature)
+
+
+def test_public_names_are_for_users():
+    assert not {"left_out"} & set(dir(DynamicProbeManager))
+    assert not {"read_soon", "read_rows", "rewritten_weights", "bounds_for"} & set(dir(ProbePack))

@@ -156,12 +156,6 @@ class Scorer:
             plans.append(part.plan_with(added or (), excluded, always))
         return JointPlan.of(group, plans)
 
-    def left_out(self, probes: Sequence[int], plan: Plan | None = None) -> str:
-        """Return the names of at most three of `probes` that `plan` does not watch, else ""."""
-        watched = (plan or self.plan).watched
-        left_out = [] if watched is None else [probe for probe in probes if not watched[probe]]
-        return ", ".join(ascii(self.pack.concepts[probe]["name"]) for probe in left_out[:3])
-
     def step(self, state: RowState | None, hidden: Hidden) -> tuple[RowState, Scores]:
         """Score one token of B sequences, hidden [B, D]; `state=None` begins with empty retained sets.
 

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from probemon.lab.training.collect import collect as collect
     from probemon.lab.training.trainer import train as train
     from probemon.manager import DynamicProbeManager as DynamicProbeManager
+    from probemon.monitor.function_probes import function_probe as function_probe
     from probemon.monitor.kept_states import KeepStates as KeepStates
     from probemon.monitor.kept_states import read_states as read_states
     from probemon.monitor.result import Result as Result
@@ -78,6 +79,7 @@ _MODULES = {
     "TokenEvent": "monitor.stream",
     "ZScore": "core.baselines",
     "collect": "lab.training.collect",
+    "function_probe": "monitor.function_probes",
     "import_estimators": "lab.importers.sklearn",
     "import_pack": "lab.importers.hatcat",
     "import_sae": "lab.importers.saelens",

@@ -15,7 +15,9 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypedDict, Unpack
+
+import torch
 
 from probemon.engine.scorer import Scorer
 from probemon.errors import ConfigError, UnknownSetting, closest
@@ -29,7 +31,17 @@ if TYPE_CHECKING:
     from probemon.lab.corpora.documents import Documents, Source
     from probemon.lab.training.collect import Collected
 
-_OF_THE_MACHINE = {"device", "impl", "arena_bytes", "cache_bytes", "prefetch", "strategy", "late"}
+
+class MachineSettings(TypedDict, total=False):
+    """Settings of a manager that a deployment file leaves to its machine."""
+
+    device: str | torch.device
+    impl: str | None
+    arena_bytes: int | None
+    cache_bytes: int
+    prefetch: float
+    strategy: str
+    late: bool
 
 
 class DynamicProbeManager(Scorer):
@@ -38,9 +50,7 @@ class DynamicProbeManager(Scorer):
     The pack: a `ProbePack`, its folder, or its name on the Hugging Face hub.
     `device`: of weights and scores.
     `impl`: the kernel; None chooses by device (`manager.impl_why`).
-    Settings of `CascadeConfig`, by default as the pack recommends: base_layers, load_threshold, keep_top_k,
-    aggressive_pruning, max_loaded_probes, unload_threshold, always_on, include, exclude, depth, report_top_k,
-    max_rounds.
+    Settings of `CascadeConfig`, by default as the pack recommends (`core.settings.CascadeSettings` has their types).
     `arena_bytes`: limit of the weights on the device (None: the whole pack).
     `cache_bytes`: limit of a paged arena's copies in RAM.
     `prefetch`: margin below the expand threshold within which a paged arena loads children early.
@@ -59,22 +69,22 @@ class DynamicProbeManager(Scorer):
     deployment: DeploymentFile | None = None
 
     @classmethod
-    def from_deployment(cls, path: str | os.PathLike[str], **settings: Any) -> DynamicProbeManager:
+    def from_deployment(cls, path: str | os.PathLike[str], **settings: Unpack[MachineSettings]) -> DynamicProbeManager:
         """Make a manager from a deployment file; its rules and sinks apply to every run.
 
             manager = DynamicProbeManager.from_deployment("watch.yaml")
             with manager.attach(model, tokenizer) as run: ...
             run.events, run.result(out).deployment
 
-        `settings`: `device`, `impl`, `arena_bytes`, `cache_bytes`, `prefetch`, `strategy`, `late`.
+        `settings`: of `MachineSettings`, the others are in the file.
         Also serves the file's metrics. Raises `DeploymentError` with the line, `PackError`.
         """
         from probemon.ops.deployment.deployment import Deployment
 
         deployment = Deployment.read(os.fspath(path))
         for name in settings:
-            if name not in _OF_THE_MACHINE:
-                names = ", ".join(sorted(_OF_THE_MACHINE))
+            if name not in MachineSettings.__annotations__:
+                names = ", ".join(sorted(MachineSettings.__annotations__))
                 raise ConfigError(f"{name} belongs in the deployment file: settings allowed here are {names}")
         pack = deployment.open_packs()
         with deployment.errors_of_settings():

@@ -1,5 +1,7 @@
 """The manager on the shipped packs: descent equals exhaustive evaluation, and online equals offline."""
 
+import dataclasses
+import inspect
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +13,9 @@ import torch
 import probemon
 from conftest import HIDDEN, make_pack
 from probemon import DynamicProbeManager, ProbePack
+from probemon.core.settings import CascadeConfig, CascadeSettings
 from probemon.errors import ConfigError, PackError, UnknownConcept, UnknownSetting
+from probemon.manager import MachineSettings
 
 LINEAR, MLP = "probes/wordnet-smollm2-135m", "probes/wordnet-smollm2-135m-mlp"
 
@@ -200,3 +204,16 @@ def test_public_names_are_importable_and_loaded_lazily():
         probemon.Scoers  # noqa: B018
     loaded = "import sys, probemon; assert not {'torch', 'transformers', 'pyarrow'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", loaded], check=True)
+
+
+def test_settings_that_type_checkers_see_are_those_of_a_manager():
+    stated = set(CascadeSettings.__annotations__)
+    assert stated == {field.name for field in dataclasses.fields(CascadeConfig)}
+    signature = inspect.signature(DynamicProbeManager.__init__).parameters
+    assert signature["settings"].annotation == "Unpack[CascadeSettings]" and not stated & set(signature)
+    assert set(MachineSettings.__annotations__) < set(signature)
+
+
+def test_public_names_are_for_users():
+    assert not {"left_out"} & set(dir(DynamicProbeManager))
+    assert not {"read_soon", "read_rows", "rewritten_weights", "bounds_for"} & set(dir(ProbePack))

@@ -1,6 +1,7 @@
 """Commands that make packs from packs, compare and push them.
 
 probemon pack merge animals/ deception/ both/
+probemon pack attach PACK animal mine/ OUT --score-rule path
 probemon pack subset PACK whales/ --concept whale --concept "ship*"
 probemon pack rename PACK mine/ --name mine --concepts names.json
 probemon pack diff before/ after/
@@ -29,12 +30,16 @@ pack = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode=None,
-    help="Make packs of packs: merge, subset, rename; diff; and push.",
+    help="Make packs of packs: merge, attach, subset, rename; diff; and push.",
 )
 
 _MAX_JSON_BYTES = 64 << 20
 _NEW = "The new pack: a folder that is not there yet."
 Out = Annotated[str, typer.Argument(metavar="OUT", help=_NEW)]
+Dtype = Annotated[
+    str | None,
+    typer.Option(help="bf16 or fp32: the weights of the new pack, if those of its parts differ. It moves scores."),
+]
 
 
 @pack.command()
@@ -45,6 +50,7 @@ def merge(
     ],
     name: Annotated[str, typer.Option(help="Name of the new pack; else that of its folder.")] = "",
     prefix: Annotated[bool, typer.Option("--prefix", help="Put each pack's name before its ids, as name:id.")] = False,
+    dtype: Dtype = None,
     overwrite: opt.OverwritePack = False,
 ) -> None:
     """Put the probes of several packs for one model into one pack."""
@@ -59,8 +65,44 @@ def merge(
         raise ConfigError(
             "two of the packs have one name: rename one first, by probemon pack rename PACK OUT --name NAME"
         )
-    merged = merge_packs(by_name if prefix else packs, out, name=name or Path(out).name, overwrite=overwrite)
+    sources_of = by_name if prefix else packs
+    merged = merge_packs(sources_of, out, name=name or Path(out).name, dtype=dtype, overwrite=overwrite)
     _say_written(merged, out)
+
+
+@pack.command()
+def attach(
+    source: opt.Pack,
+    concept: Annotated[str, typer.Argument(metavar="CONCEPT", help="A concept of the pack: an id or a name.")],
+    probes: Annotated[str, typer.Argument(metavar="PROBES", help="The pack of the new probes, without a hierarchy.")],
+    out: Out,
+    score_rule: Annotated[
+        str,
+        typer.Option(
+            help="path: a new score is multiplied by that of CONCEPT. independent: it is the probe's own, and the probe"
+            " a root if the pack has the path rule.",
+        ),
+    ],
+    alert_threshold: Annotated[float | None, typer.Option(help="Of the new scores; else that of PROBES.")] = None,
+    dtype: Dtype = None,
+    name: opt.PackName = "",
+    overwrite: opt.OverwritePack = False,
+) -> None:
+    """Put probes of your own at a concept of a pack."""
+    from probemon.packs.attached import attach_below
+
+    attached = attach_below(
+        _open(source),
+        concept,
+        _open(probes),
+        out,
+        score_rule=score_rule,
+        alert_threshold=alert_threshold,
+        dtype=dtype,
+        name=name or None,
+        overwrite=overwrite,
+    )
+    _say_written(attached, out)
 
 
 @pack.command()

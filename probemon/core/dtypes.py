@@ -18,6 +18,8 @@ CODES = {
 }  # fmt: skip
 # By name in a pack's manifest.
 WEIGHTS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "int8": torch.int8}
+# By the names that users state a rounding by.
+ROUNDINGS = {"bf16": torch.bfloat16, "fp32": torch.float32}
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _CODE_OF = {dtype: code for code, dtype in CODES.items()}
 _INPUT = {dtype: dtype for dtype in FLOATS} | {torch.int8: torch.bfloat16}

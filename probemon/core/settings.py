@@ -2,14 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypedDict
 
 from probemon.errors import ConfigError
 from probemon.util.checks import check_bool, check_count, check_mapping, check_number, check_settings, is_int, shown
 
 _LISTS = ("base_layers", "always_on", "include", "exclude")
+
+
+Concepts = Sequence[str | int | re.Pattern[str]]
+
+
+class CascadeSettings(TypedDict, total=False):
+    """The fields of a `CascadeConfig`, for `DynamicProbeManager(pack, **settings)`; each is optional."""
+
+    base_layers: Sequence[int]
+    load_threshold: float | str
+    keep_top_k: int
+    aggressive_pruning: bool
+    max_loaded_probes: int
+    unload_threshold: float
+    always_on: Sequence[str | int]
+    include: Concepts
+    exclude: Concepts
+    depth: Mapping[str, int]
+    report_top_k: int
+    max_rounds: int | None
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, Unpack
 
 import numpy as np
 import torch
@@ -23,7 +23,7 @@ from probemon.core.inputs import FEW, NO_SCORE, NOT_FINITE, NOT_PREPARED, SEEN, 
 from probemon.core.plan import CascadePlan
 from probemon.core.probes import InputSpec
 from probemon.core.scores import AUDITED, Coverage, RowState, Scores
-from probemon.core.settings import CascadeConfig
+from probemon.core.settings import CascadeConfig, CascadeSettings
 from probemon.engine.audit import check_rate, compare
 from probemon.engine.build import choose_for, engines_of
 from probemon.engine.choice import Choice
@@ -61,7 +61,7 @@ class Scorer:
         strategy: str = "auto",
         audit_rate: float = 0.0,
         alert_set: str | None = None,
-        **settings: Any,
+        **settings: Unpack[CascadeSettings],
     ) -> None:
         self.pack = one_or_several(pack)
         if alert_set is not None:
@@ -155,12 +155,6 @@ class Scorer:
             added, excluded, always = (None if parts is None else parts[at].tolist() for parts in lists_of_packs)
             plans.append(part.plan_with(added or (), excluded, always))
         return JointPlan.of(group, plans)
-
-    def left_out(self, probes: Sequence[int], plan: Plan | None = None) -> str:
-        """Return the names of at most three of `probes` that `plan` does not watch, else ""."""
-        watched = (plan or self.plan).watched
-        left_out = [] if watched is None else [probe for probe in probes if not watched[probe]]
-        return ", ".join(ascii(self.pack.concepts[probe]["name"]) for probe in left_out[:3])
 
     def step(self, state: RowState | None, hidden: Hidden) -> tuple[RowState, Scores]:
         """Score one token of B sequences, hidden [B, D]; `state=None` begins with empty retained sets.

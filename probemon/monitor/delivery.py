@@ -60,6 +60,7 @@ class Delivery(Follower):
             raise ConfigError(f"a sink has open, write and close, {sink!r} has not: see probemon.monitor.sinks")
         self.sink = self._sink = sink
         self._concepts: list[str] = []
+        self._functions: list[str] = []
         self._max_batches = check_count("max_batches", max_batches, least=1)
         self._changed = threading.Condition()  # guards all below
         self._queue: deque[TokenBatch] = deque()
@@ -79,11 +80,12 @@ class Delivery(Follower):
         """Start."""
         if self._thread is not None:
             raise ConfigError(f"this {type(self._sink).__name__} was added before: a sink receives one run, once")
-        self.start([concept["id"] for concept in run.manager.pack.concepts])
+        self._functions = run.function_names
+        self.start([*(concept["id"] for concept in run.manager.pack.concepts), *self._functions])
 
     def scored(self, batch: Batch, scores: Scores) -> None:
         """Queue a batch."""
-        self.put(batch.as_tokens(scores))
+        self.put(batch.as_tokens(scores, self._functions))
 
     def finish(self, failed: bool) -> None:
         """Deliver the queue and close the sink. Raises the sink's error."""

@@ -14,9 +14,10 @@ Sinks are wrapped in `Delivery`; a callable is called with `(placed, scores)`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from probemon.core.function_scores import NOT_ASKED, FunctionScores, beside
 from probemon.core.hierarchy import Ints
 from probemon.core.memory_reads import MemoryReads
 from probemon.core.scores import Gap, Scores, TokenBatch
@@ -41,6 +42,7 @@ class Batch:
     - `generation`: None for a document of plain forwards
     - `origin`: the rows whose retained sets they start from
     - `reads`: of the model's memories, once scored
+    - `functions`: by name of a function probe, before scoring
     """
 
     watch: Watch
@@ -49,15 +51,20 @@ class Batch:
     placed: PlacedTokens
     origin: Ints
     reads: MemoryReads | None = None
+    functions: dict[str, FunctionScores] = field(default_factory=dict)
 
     def keep_reads(self, reads: MemoryReads | None) -> MemoryReads | None:
         """Keep and return the memory reads."""
         self.reads = reads
         return reads
 
-    def as_tokens(self, scores: Scores) -> TokenBatch:
-        """Return the tokens as sinks receive them."""
+    def as_tokens(self, scores: Scores, functions: Sequence[str] = ()) -> TokenBatch:
+        """Return the tokens as sinks receive them, with the scores of function probes behind those of the pack."""
         placed, recording = self.placed, self.recording
+        n = len(placed)
+        scores = beside(
+            scores, [self.functions.get(name) or FunctionScores.nothing(n, NOT_ASKED) for name in functions]
+        )
         return TokenBatch(
             recording.number,
             placed.rows,

@@ -10,7 +10,7 @@ import logging
 import threading
 import warnings
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
@@ -23,6 +23,7 @@ from probemon.host.reasoning_marks import ReasoningMarks, marks_of
 from probemon.monitor.delivery import Delivery, SinkStats
 from probemon.monitor.failures import MAX_KEPT
 from probemon.monitor.followers import Batch, Decider, Followers
+from probemon.monitor.rule_panel import RulePanel
 from probemon.monitor.rule_spec import Rule
 from probemon.monitor.rules import (
     NO_STOP_IN_BEAMS,
@@ -62,6 +63,13 @@ def changed_within(recordings: Iterable[Recording]) -> list[str]:
     return []
 
 
+class _FunctionRules:
+    """The rules of one function probe, which is their pack of one concept."""
+
+    def __init__(self, pack: AnyPack, rules: Sequence[Rule]) -> None:
+        self.pack, self.rules, self.panel = pack, tuple(rules), RulePanel(list(enumerate(rules)))
+
+
 class Publisher:
     """Evaluates rules and calls followers."""
 
@@ -79,6 +87,7 @@ class Publisher:
         self.events: deque[Event] = deque(maxlen=MAX_KEPT)
         self._changing = threading.Lock()  # events change in several threads
         self._deciders: dict[type, Decider] = {}
+        self._function_rules: dict[str, _FunctionRules] = {}
         self._asked = "generated tokens"
         # Tokens under rules; why some have no scores; the rules that ignore these.
         self._n_asked, self._unjudged, self._passing = 0, Counter[str](), dict[int, Rule]()
@@ -96,8 +105,8 @@ class Publisher:
 
     @property
     def rules(self) -> list[Rule]:
-        """Return the rules in force."""
-        return self._watches.rules
+        """Return the rules in force, those of function probes last."""
+        return [*self._watches.rules, *(rule for one in self._function_rules.values() for rule in one.rules)]
 
     @property
     def acts(self) -> bool:
@@ -124,6 +133,11 @@ class Publisher:
             self.followers.remove(list(kinds.values()))
             raise
 
+    def add_function_rules(self, name: str, pack: AnyPack, rules: Sequence[Rule]) -> None:
+        """Add rules of the function probe `name`, for tokens from now on; `pack`: it as a pack."""
+        earlier = self._function_rules.get(name)
+        self._function_rules[name] = _FunctionRules(pack, [*(earlier.rules if earlier else ()), *rules])
+
     def check_call(self, prompt: GenerateCall) -> None:
         """Raise `UnsupportedDecoding` if a rule cannot work in this call."""
         if prompt.n_beams > 1:
@@ -140,7 +154,7 @@ class Publisher:
                 if last is not None and recording.mark.differs(last):
                     self.n_model_changes += 1
                     self.changed_between = recording.mark.changes(last)
-            recording.add(placed, scores, reads, watch.number)
+            recording.add(placed, scores, reads, watch.number, batch.functions)
             if self._keep_tokens is not None:
                 forgotten = keep_newest(self._recordings(), self._keep_tokens)
                 self.changed_within = self.changed_within or changed_within(forgotten)
@@ -149,6 +163,8 @@ class Publisher:
             generation.mark_scored(placed, all_seen=all_seen)
             if placed.phase == GENERATED or watch.panel.asks(placed.phase):
                 self._ask(batch, generation, scores, all_seen)
+            for name, ruled in self._function_rules.items():
+                self._ask_function(batch, generation, name, ruled)
         self.followers.scored(batch, scores)
 
     def warn_of_silence(self, model: object, called: bool, threads: WatchedThreads) -> None:
@@ -199,31 +215,45 @@ class Publisher:
         if not watch.rules:
             return
         for rule, i, fields in watch.panel.ask(placed, scores, generation.states_of_rule, self._marks):
-            if "blind" in fields:
-                self._act(rule.on_blind, self._event(rule, generation.recording, placed, i, **fields), generation)
-            else:
-                reading = () if reads is None else tuple(reads.of(i))
-                event = self._event(rule, generation.recording, placed, i, **fields, reading=reading)
-                self._act(rule.action, event, generation)
+            if "blind" not in fields and reads is not None:
+                fields["reading"] = tuple(reads.of(i))
+            self._meet(self._pack, rule, batch, generation, i, fields)
+
+    def _ask_function(self, batch: Batch, generation: Generation, name: str, ruled: _FunctionRules) -> None:
+        scores = batch.functions.get(name)
+        if scores is None or not ruled.panel.asks(batch.placed.phase):
+            return
+        met = ruled.panel.ask(
+            batch.placed, scores.as_scores(), lambda number: generation.states_of_rule(f"{name} {number}"), self._marks
+        )
+        for rule, i, fields in met:
+            self._meet(ruled.pack, rule, batch, generation, i, fields)
+
+    def _meet(
+        self, pack: AnyPack, rule: Rule, batch: Batch, generation: Generation, i: int, fields: dict[str, Any]
+    ) -> None:
+        event = self._event(pack, rule, generation.recording, batch.placed, i, **fields)
+        self._act(rule.on_blind if "blind" in fields else rule.action, event, generation)
 
     @staticmethod
     def _passes(rule: Rule, batch: Batch, unseen: Counter[str]) -> bool:
         """True if a rule ignores unseen tokens."""
         return rule.asks(batch.placed.phase) and (rule.on_blind == PASS or batch.recording.before in unseen)
 
-    def _event(self, rule: Rule, recording: Recording, placed: PlacedTokens, i: int, **fields: Any) -> Event:
-        concept = self._pack.concepts[rule.probe]
+    @staticmethod
+    def _event(pack: AnyPack, rule: Rule, recording: Recording, placed: PlacedTokens, i: int, **fields: Any) -> Event:
+        concept = pack.concepts[rule.probe]
         return Event(
             concept=concept["id"],
             name=concept["name"],
-            path=tuple(self._pack.path(rule.probe)),
+            path=tuple(pack.path(rule.probe)),
             row=int(placed.rows[i]),
             column=int(placed.columns[i]),
             token_id=int(placed.ids[i]),
             provisional=placed.provisional,
             generation=recording.number,
             request=recording.request,
-            **rule.event_fields(self._pack),
+            **rule.event_fields(pack),
             **{"score": 0.0, **fields},
         )
 

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from probemon.core.aggregate import Aggregator, Doubles, named, over
 from probemon.core.baselines import is_of_traffic, needs_every_token, with_counts
+from probemon.core.function_scores import beside
 from probemon.core.hierarchy import Ints, Mask
 from probemon.core.memory_reads import Reading, with_texts
 from probemon.core.scores import PHASES, Coverage, ModelState, Scores
@@ -156,6 +157,7 @@ class Result:
       position] == token_id`
     - `scores`, `coverage`: of M states
     - `reads`: of the model's memories, with a follower `Routing`
+    - `functions`: `FunctionScores` of M states by name, with function probes
     - `host`: the model's adapters, quantisation and devices at the beginning
     - `model_changed`: these, weights, modules or configuration changed since; docs/operations.md lists exceptions
     - `requests`: in continuous batching, by row
@@ -178,7 +180,7 @@ class Result:
         self.model_changed, self.watches = model_changed, watches
         self.row, self.position, self.token_id, self.phase = tokens.row, tokens.position, tokens.token_id, tokens.phase
         self.scores: Scores = tokens.scores
-        self.reads, self._begins = tokens.reads, tokens.begins
+        self.reads, self._begins, self.functions = tokens.reads, tokens.begins, dict(tokens.functions)
         self.deployments: dict[int, str | None] = {}
         self._tokenizer = tokenizer
 
@@ -204,6 +206,7 @@ class Result:
             self.scores.take(indices),
             None if self.reads is None else self.reads.take(indices),
             None if self._begins is None else self._begins[indices],
+            {name: one.take(indices) for name, one in self.functions.items()},
         )
         result = Result(
             self.pack,
@@ -321,7 +324,8 @@ class Result:
         return self.to_arrow(texts=True).to_pandas()
 
     def to_arrow(self, *, texts: bool = False) -> Any:
-        """Return a `pyarrow.Table` with a row for each token and active concept. Needs the extra `corpus`.
+        """Return a `pyarrow.Table` with a row for each token and active concept, and for each token and function probe
+        that gave it a number (at level 0). Needs the extra `corpus`.
 
         `texts`: also the text of each token, the concept's path ("animal > mammal"), its alert threshold (null without
         one), the strength of the score and whether it fires.
@@ -329,8 +333,9 @@ class Result:
         Schema metadata `probemon`: unseen tokens and coverage totals.
         """
         pa = import_arrow("to_arrow")
-        token = self.scores.state_of
-        ids = pa.array([concept["id"] for concept in self.pack.concepts])
+        scores = beside(self.scores, list(self.functions.values()))
+        token, levels = scores.state_of, np.append(self.pack.tree.level, np.zeros(len(self.functions), np.int64))
+        ids = pa.array([*(concept["id"] for concept in self.pack.concepts), *self.functions])
         unseen = [
             {"row": int(self.row[i]), "position": int(self.position[i]), "reason": reason}
             for i, reason in enumerate(self.coverage.unseen)
@@ -339,30 +344,38 @@ class Result:
         metadata = {"pack": self.pack.name, "coverage": self.coverage.totals(), "unseen": unseen}
         if self.deployment is not None:
             metadata["deployment"] = self.deployment
+        if self.functions:
+            metadata["functions_unseen"] = {
+                name: dict(Counter(filter(None, one.unseen))) for name, one in self.functions.items()
+            }
         columns = {
             "row": pa.array(self.row[token].astype(np.int32)),
             "position": pa.array(self.position[token].astype(np.int32)),
             "token_id": pa.array(self.token_id[token].astype(np.int32)),
             "phase": pa.DictionaryArray.from_arrays(pa.array(self.phase[token].astype(np.int8)), pa.array(PHASES)),
-            "concept": pa.DictionaryArray.from_arrays(pa.array(self.scores.probes), ids),
-            "level": pa.array(self.pack.tree.level[self.scores.probes].astype(np.int16)),
-            "score": pa.array(self.scores.values),
-            **(self._texts_of(pa) if texts else {}),
+            "concept": pa.DictionaryArray.from_arrays(pa.array(scores.probes), ids),
+            "level": pa.array(levels[scores.probes].astype(np.int16)),
+            "score": pa.array(scores.values),
+            **(self._texts_of(pa, scores) if texts else {}),
         }
         return pa.table(columns).replace_schema_metadata({"probemon": json.dumps(metadata)})
 
-    def _texts_of(self, pa: Any) -> dict[str, Any]:
-        token, probes = self.scores.state_of, self.scores.probes
+    def _texts_of(self, pa: Any, scores: Scores) -> dict[str, Any]:
+        """`scores`: of the packs and of functions."""
+        token, probes, n = scores.state_of, scores.probes, self.pack.n_probes
         by_token = [text for row in np.unique(self.row).tolist() for text in self.texts(self.tokens_of(row))]
         used, places = np.unique(probes, return_inverse=True)
-        paths = pa.array([" > ".join(self.pack.path(probe)) for probe in used.tolist()], pa.string())
-        thresholds = self.pack.alert_threshold.numpy()[probes]
+        names = list(self.functions)
+        all_paths = [names[probe - n] if probe >= n else " > ".join(self.pack.path(probe)) for probe in used.tolist()]
+        paths = pa.array(all_paths, pa.string())
+        own = np.array([one.threshold for one in self.functions.values()], dtype=np.float32)
+        thresholds = np.append(self.pack.alert_threshold.numpy(), own)[probes]
         return {
             "token": pa.array([by_token[at] for at in token.tolist()], pa.string()),
             "path": pa.DictionaryArray.from_arrays(pa.array(places.astype(np.int32)), paths),
             "threshold": pa.array(thresholds, mask=np.isnan(thresholds)),
-            "strength": pa.array(strength_of(self.scores.values, thresholds), from_pandas=True),
-            "fired": pa.array(self.scores.fired_mask),
+            "strength": pa.array(strength_of(scores.values, thresholds), from_pandas=True),
+            "fired": pa.array(scores.fired_mask),
         }
 
     @property

@@ -38,6 +38,7 @@ from probemon.monitor.change import Change, DeploymentFile
 from probemon.monitor.delivery import Delivery, SinkStats, as_follower
 from probemon.monitor.failures import MAX_KEPT, Failures, Guard
 from probemon.monitor.followers import Follower, Followers
+from probemon.monitor.function_probes import FunctionProbe
 from probemon.monitor.health import Health, run_health
 from probemon.monitor.kept_states import KeepStates
 from probemon.monitor.lent_calls import LentCalls
@@ -146,7 +147,7 @@ class MonitorRun:
         file_followers = () if deployment is None else deployment.followers(manager.pack, followers)
         sites: list[str | Site] = list(manager.pack.sites)
         for follower in map(self._as_follower, [*file_followers, *_listed(followers)]):
-            sites += self._sites_of(follower)
+            sites += [site for site in self._sites_of(follower) if site not in sites]
             self._followers.add(follower, sink=isinstance(follower, Delivery))
         breaker = options.breaker or (None if deployment is None else deployment.breaker)
         self.breaker = Circuit(breaker) if isinstance(breaker, Breaker) else breaker
@@ -190,13 +191,31 @@ class MonitorRun:
             run.on("weapon", above=0.9, for_tokens=3, action="stop")
             run.on("injection", within="prompt", action="record")
             run.on(all_of=["weapon", "crime"], action=print)
+            run.on("loudness", above=0.9)                   # a function probe of the run, by its name alone
 
         Raises `UnknownConcept`, `ConfigError`.
         """
         if self._watcher.generating:
             raise ConfigError("run.on cannot change what is watched while generate() runs: call it before")
         spec_fields: dict[str, Any] = {"concept": concept, **fields}
-        self.add_rules(self._lending(RuleSpec.from_dict(spec_fields).rules(self.manager.pack)))
+        spec = RuleSpec.from_dict(spec_fields)
+        function = next((one for one in self._function_probes if one.name == concept), None)
+        if function is None:
+            self.add_rules(self._lending(spec.rules(self.manager.pack)))
+            return
+        self._check_not_ended("a rule")
+        rules = self._lending(function.rules(spec))
+        with self._preparing(rules):
+            self._publisher.add_function_rules(function.name, function.as_pack, rules)
+
+    @property
+    def _function_probes(self) -> list[FunctionProbe]:
+        return [one for one in self._followers if isinstance(one, FunctionProbe)]
+
+    @property
+    def function_names(self) -> list[str]:
+        """Return the names of its function probes."""
+        return [one.name for one in self._function_probes]
 
     def _lending(self, rules: Sequence[Rule]) -> list[Rule]:
         """Return rules that hooks may hold."""

@@ -18,14 +18,14 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
 
 from probemon.core.aggregate import Doubles
-from probemon.core.memory_reads import MemoryReads, Reading, with_texts
+from probemon.core.memory_reads import Reading, with_texts
 from probemon.core.scores import GENERATED, PHASES, Coverage, Scores
 from probemon.errors import ChatRefused, ConfigError
 from probemon.host.chat_forms import check_said
@@ -35,7 +35,6 @@ from probemon.monitor.followers import Batch, Follower
 from probemon.monitor.result import ConceptScore, Result, leading, ranked
 from probemon.monitor.run import MonitorRun
 from probemon.packs.group import AnyPack
-from probemon.tracking.align import PlacedTokens
 from probemon.tracking.generate_call import read_call
 from probemon.tracking.recording import LAST
 from probemon.util.checks import check_count, check_mappings
@@ -48,6 +47,7 @@ class TokenEvent:
     `phase`: "prompt" or "generated"
     `result`: only on the last event
     `reading`: top memory reads, with a follower `Routing`
+    `functions`: its number by name of a function probe, NaN without one
     """
 
     position: int
@@ -58,6 +58,7 @@ class TokenEvent:
     pack: AnyPack
     result: Result | None = None
     reading: tuple[Reading, ...] = ()
+    functions: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def unseen(self) -> str:
@@ -147,7 +148,7 @@ class _Reader(Follower):
 
     def scored(self, batch: Batch, scores: Scores) -> None:
         if (put := self._put()) is not None:
-            put(batch.placed, scores, batch.reads)
+            put(batch, scores)
 
 
 class _Generating:
@@ -187,7 +188,7 @@ class _Generating:
                 " attach and use run.result"
             )
         self._changed = threading.Condition()
-        self._waiting: deque[tuple[PlacedTokens, Scores, MemoryReads | None]] = deque()
+        self._waiting: deque[tuple[Batch, Scores]] = deque()
         self._out: Any = None
         self._error: BaseException | None = None
         self._done = self._over = self._closed = False
@@ -206,9 +207,9 @@ class _Generating:
             if self._closed or self._over:
                 return None
             if self._waiting:
-                placed, scores, reads = self._waiting.popleft()
+                batch, scores = self._waiting.popleft()
                 self._changed.notify_all()
-                return [self._event(placed, scores, reads, i) for i in range(len(placed))]
+                return [self._event(batch, scores, i) for i in range(len(batch.placed))]
             self._over = True
             if self._error is not None:
                 raise self._error
@@ -238,16 +239,17 @@ class _Generating:
             self._done = True
             self._changed.notify_all()
 
-    def _put(self, placed: PlacedTokens, scores: Scores, reads: MemoryReads | None) -> None:
+    def _put(self, batch: Batch, scores: Scores) -> None:
         if self._closed:
             self._run.stop_mine()
-        elif placed.phase == GENERATED or self._include_prompt:
+        elif batch.placed.phase == GENERATED or self._include_prompt:
             with self._changed:
                 self._changed.wait_for(lambda: len(self._waiting) < self._max_waiting or self._closed)
-                self._waiting.append((placed, scores, reads))
+                self._waiting.append((batch, scores))
                 self._changed.notify_all()
 
-    def _event(self, placed: PlacedTokens, scores: Scores, reads: MemoryReads | None, i: int) -> TokenEvent:
+    def _event(self, batch: Batch, scores: Scores, i: int) -> TokenEvent:
+        placed, reads = batch.placed, batch.reads
         token_id = int(placed.ids[i])
         return TokenEvent(
             int(placed.columns[i]),
@@ -257,6 +259,7 @@ class _Generating:
             scores.take(np.array([i])),
             self._run.manager.pack,
             reading=() if reads is None else tuple(with_texts(reads.of(i), self._run.tokenizer)),
+            functions={name: float(one.values[i]) for name, one in batch.functions.items()},
         )
 
     def _last(self) -> TokenEvent:

@@ -99,6 +99,12 @@ def found(pack: AnyPack, concepts: Wanted) -> list[int]:
     return pack.find_all(concepts) if not isinstance(concepts, Sequence) or len(concepts) else []
 
 
+def names_left_out(pack: AnyPack, watched: Mask | None, probes: Sequence[int]) -> str:
+    """Return the names of at most three of `probes` that are not `watched` (None: all are), else ""."""
+    left_out = [] if watched is None else [probe for probe in probes if not watched[probe]]
+    return ", ".join(ascii(pack.concepts[probe]["name"]) for probe in left_out[:3])
+
+
 def _watched(pack: ProbePack, config: CascadeConfig, exclude: Wanted) -> Mask | None:
     depth = {probe: n for concept, n in config.depth.items() for probe in pack.find_all(concept)}
     watched = watched_probes(pack.tree, found(pack, config.include), found(pack, exclude), depth)

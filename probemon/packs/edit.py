@@ -2,6 +2,7 @@
 
     merge([animals, deception], "both/", name="both")
     merge({"a": before, "b": after}, "both/", name="both")        # ids become a:whale, b:whale
+    merge([bf16_pack, fp32_pack], "both/", name="both", dtype="bf16")     # weights are rounded
     subset(pack, "whales/", ["whale"])                            # with all above and below
     rename(pack, "mine/", name="mine", concepts={"whale.n.02": {"id": "whale"}})
 
@@ -21,6 +22,7 @@ import torch
 from torch import Tensor
 
 from probemon.core.concept_names import Wanted
+from probemon.core.dtypes import ROUNDINGS
 from probemon.core.familiarity import Familiar
 from probemon.core.hierarchy import Ints
 from probemon.core.plan import auto_threshold, starting_probes
@@ -35,7 +37,7 @@ from probemon.packs.configured import ConfiguredPack, errors_name_pack
 from probemon.packs.copies import always_on, card_of, concepts_of, copy_pack, made_by, quality_of
 from probemon.packs.files import check_target
 from probemon.packs.pack import ProbePack, check_pack
-from probemon.packs.tensors import ALWAYS
+from probemon.packs.tensors import ALWAYS, MATRICES
 from probemon.packs.widen import smallest_common, widen
 from probemon.packs.writer import PackWriter
 from probemon.util.checks import shown
@@ -57,6 +59,7 @@ def merge(
     *,
     name: str,
     card: str | None = None,
+    dtype: str | None = None,
     overwrite: bool = False,
 ) -> ProbePack:
     """Write one pack of the probes of several for one model, with the same scores and separate hierarchies.
@@ -66,8 +69,12 @@ def merge(
     keep theirs as expand thresholds. Alert sets that all have stay if one rule fits; the set in force is "merged" if
     names differ.
 
-    Raises `PackError` if dtypes, score rules, scopes, models or ids clash (`DynamicProbeManager` takes such packs
-    together), `ConfigError` for an unusable recommendation.
+    `dtype`: "bf16" or "fp32", required if dtypes differ. It moves scores: a part is scored by its weights in this
+    dtype, and by hidden states rounded to it.
+
+    Score rules may differ if all parts of one of them are flat: a root scores the same by both. Raises `PackError` if
+    score rules, scopes, models, dtypes or ids clash (`DynamicProbeManager` takes such packs together), `ConfigError`
+    for an unusable recommendation.
     """
     check_target(path, overwrite)
     if not isinstance(packs, (Sequence, Mapping)):
@@ -77,52 +84,123 @@ def merge(
     if not named:
         raise PackError("there is nothing to merge: give two packs or more")
     members = [check_pack(pack) for _, pack in named]
-    for what in ("dtype", "score_rule", "scope"):
-        values = {str(getattr(pack, what)): pack.name for pack in members}
-        if len(values) > 1:
-            listed = ", ".join(f"{value} ({pack_name})" for value, pack_name in values.items())
-            raise PackError(
-                f"{what} differs: {listed}. Leave them apart, and give a manager both: DynamicProbeManager([a, b])"
-            )
-    architecture = smallest_common([pack.architecture for pack in members])
+    score_rule = _one_score_rule(members)
+    weights_dtype = one_dtype(members, dtype)
     concepts = [concept for prefix, pack in named for concept in _with_prefix(pack, prefix)]
-    _check_unique(concepts)
-    specs = list(dict.fromkeys(spec for pack in members for spec in pack.inputs))
-    input_maps = [torch.tensor([specs.index(spec) for spec in pack.inputs], device="cpu") for pack in members]
-    recommended, expand_threshold = _joined_settings(named)
-    with PackWriter(
+    recommended, expand_threshold = _joined_settings(named, score_rule)
+    specs = joined_inputs(members)
+    return write_joined(
+        members,
         path,
         name=name,
         concepts=concepts,
+        dtype=weights_dtype,
+        score_rule=score_rule,
+        card=card or card_of(name, f"Merged{_rounded(dtype)} from", members),
+        alert_threshold=torch.cat([pack.alert_threshold for pack in members]),
+        expand_threshold=expand_threshold,
+        **_joined_alert_sets(members, recommended.get("load_threshold")),
+        familiar=[_one_familiar(members, spec) for spec in specs],
+        golden_hidden=golden_of(members, list(dict.fromkeys(spec.site for spec in specs))),
+        recommended=recommended,
+        provenance=made_by("merge", members, prefixes=[prefix for prefix, _ in named], dtype=dtype),
+        overwrite=overwrite,
+    )
+
+
+def write_joined(
+    members: Sequence[ProbePack],
+    path: str | Path,
+    *,
+    concepts: Sequence[Mapping[str, Any]],
+    dtype: torch.dtype,
+    **spec: Any,
+) -> ProbePack:
+    """Write the probes of several packs, one after another, as one pack and open it.
+
+    `concepts`: lines of all; `spec`: other arguments of `PackWriter` that do not follow from the packs
+
+    Raises `PackError` if ids, scopes, models or hidden sizes clash.
+    """
+    scopes = {pack.scope: pack.name for pack in members}
+    if len(scopes) > 1:
+        raise _differ("scope", scopes)
+    _check_unique(concepts)
+    architecture = smallest_common([pack.architecture for pack in members])
+    specs = joined_inputs(members)
+    input_maps = [torch.tensor([specs.index(spec) for spec in pack.inputs], device="cpu") for pack in members]
+    with PackWriter(
+        path,
+        concepts=concepts,
         architecture=architecture,
-        dtype=members[0].dtype,
-        score_rule=members[0].score_rule,
+        dtype=dtype,
         scope=members[0].scope,
         inputs=[spec.as_dict() for spec in specs],
         host=_one_host(members),
         licence=" AND ".join(dict.fromkeys(pack.manifest["licence"] for pack in members)),
-        card=card or card_of(name, "Merged from", members),
         input_index=torch.cat(
             [input_map[pack.input_index] for input_map, pack in zip(input_maps, members, strict=True)]
         ),
         softmax_group=torch.from_numpy(SoftmaxGroups.join([pack.tree.groups for pack in members]).of),
-        alert_threshold=torch.cat([pack.alert_threshold for pack in members]),
-        expand_threshold=expand_threshold,
         aggregated=_aggregated(members),
-        **_joined_alert_sets(members, recommended.get("load_threshold")),
         score_counts=_score_counts(members),
-        familiar=[_one_familiar(members, spec) for spec in specs],
-        golden_hidden=_golden(members, list(dict.fromkeys(spec.site for spec in specs))),
-        recommended=recommended,
-        provenance=made_by("merge", members, prefixes=[prefix for prefix, _ in named]),
-        overwrite=overwrite,
+        **spec,
     ) as writer:
         first = 0
         for pack in members:
             for start, block in pack.blocks():
-                writer.put_slice(first + start, widen(block, architecture))
+                rounded = {key: tensor.to(dtype) if key in MATRICES else tensor for key, tensor in block.items()}
+                writer.put_slice(first + start, widen(rounded, architecture))
             first += pack.n_probes
     return ProbePack.of(writer.opened)
+
+
+def joined_inputs(packs: Sequence[ProbePack]) -> list[InputSpec]:
+    """Return the inputs of all packs, each once."""
+    return list(dict.fromkeys(spec for pack in packs for spec in pack.inputs))
+
+
+def one_dtype(packs: Sequence[ProbePack], stated: str | None) -> torch.dtype:
+    """Return the dtype of joined weights, `stated` if they differ. Raises `PackError`."""
+    dtypes = {pack.dtype: pack.name for pack in packs}
+    dtype = packs[0].dtype if stated is None else ROUNDINGS.get(stated)
+    if dtype is None:
+        raise PackError(f"dtype is {shown(stated)}: give {' or '.join(map(repr, ROUNDINGS))}, or leave it out")
+    changed = [pack for pack in packs if pack.dtype != dtype]
+    if torch.int8 in dtypes and (changed or dtype != torch.int8):
+        raise PackError(
+            f"{dtypes[torch.int8]} is int8, and cannot be rounded to another dtype: take the pack that it was made of,"
+            " and run `probemon quantize` on the new one"
+        )
+    if changed and stated is None:
+        how = "state the rounding, dtype='bf16' or dtype='fp32' (--dtype), which moves scores"
+        raise _differ("dtype", {str(one).removeprefix("torch."): name for one, name in dtypes.items()}, f"{how}; or ")
+    bounding = next((pack for pack in changed if pack.bounding), None)
+    if bounding is not None:
+        raise PackError(
+            f"{bounding.name} has bounding probes ({bounding.concepts[bounding.bounding[0]]['id']!r}), which would no"
+            " longer bound their members once weights are rounded: give the flat pack that its hierarchy was proposed"
+            " for"
+        )
+    return dtype
+
+
+def _one_score_rule(packs: Sequence[ProbePack]) -> str:
+    """Return the score rule of all packs with a hierarchy. Raises `PackError` if they differ."""
+    rules = {pack.score_rule: pack.name for pack in packs if pack.tree.has_parents.any()}
+    if len(rules) > 1:
+        raise _differ("score_rule", rules)
+    return next(iter(rules), packs[0].score_rule)
+
+
+def _differ(what: str, values: Mapping[str, str], remedy: str = "") -> PackError:
+    listed = ", ".join(f"{value} ({pack_name})" for value, pack_name in values.items())
+    apart = "leave them apart, and give a manager both: DynamicProbeManager([a, b])"
+    return PackError(f"{what} differs: {listed}. {(remedy + apart)[0].upper()}{(remedy + apart)[1:]}")
+
+
+def _rounded(dtype: str | None) -> str:
+    return "" if dtype is None else f", with weights in {dtype},"
 
 
 def subset(
@@ -304,7 +382,7 @@ def _one_rule(packs: Sequence[ProbePack], name: str, alert: Tensor, rule: float 
         for pack in deep
     }
     return not deep or rules == {
-        auto_threshold(packs[0].score_rule, alert.numpy(), None if rule == "calibrated" else rule)
+        auto_threshold(deep[0].score_rule, alert.numpy(), None if rule == "calibrated" else rule)
     }
 
 
@@ -340,7 +418,7 @@ def _one_familiar(packs: Sequence[ProbePack], spec: InputSpec) -> Familiar | Non
     return first if same else None
 
 
-def _golden(packs: Sequence[ProbePack], sites: Sequence[str]) -> Tensor | None:
+def golden_of(packs: Sequence[ProbePack], sites: Sequence[str]) -> Tensor | None:
     """Return the packs' states `[G, S, D]`, repeated at sites with fewer."""
     states: dict[str, list[Tensor]] = {site: [] for site in sites}
     for pack in packs:
@@ -354,13 +432,15 @@ def _golden(packs: Sequence[ProbePack], sites: Sequence[str]) -> Tensor | None:
     return torch.stack([tensor[torch.arange(n, device=tensor.device) % len(tensor)] for tensor in joined], dim=1)
 
 
-def _joined_settings(named: Sequence[tuple[str, ProbePack]]) -> tuple[dict[str, Any], Tensor]:
-    """Return merged recommendations and expand thresholds `[P]`. Raises `ConfigError`."""
+def _joined_settings(named: Sequence[tuple[str, ProbePack]], score_rule: str) -> tuple[dict[str, Any], Tensor]:
+    """Return merged recommendations and expand thresholds `[P]` of a pack by `score_rule`. Raises `ConfigError`."""
     members, never_dropped = [], []
     for _, pack in named:
         with errors_name_pack(pack.name):
             members.append(ConfiguredPack.of(pack, {}))
-            never_dropped.append(members[-1].plan_with(()).exempt)
+            plan = members[-1].plan_with(())
+            # By the path rule all roots are active, also those that are not exempt.
+            never_dropped.append(plan.exempt if follows_path(score_rule) else plan.always)
     settings = {key: join([getattr(member.config, key) for member in members]) for key, join in _JOINED.items()}
     # Common first levels; other starting concepts are always on.
     levels = {level for member in members for level in member.config.base_layers}

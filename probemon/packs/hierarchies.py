@@ -74,7 +74,7 @@ def with_hierarchy(
     if follows_path(pack.score_rule):
         raise PackError(
             f"{pack.name} scores by the path rule: under other parents its scores, and so its thresholds, would change."
-            " Train it for the hierarchy"
+            " Train it for the hierarchy, or attach further probes to it: probemon.packs.attached.attach_below"
         )
     if pack.bounding:
         raise PackError(

@@ -334,17 +334,6 @@ class OpenedPack:
         self.directory = directory
         self._tensors.file.path = directory / PROBES
 
-    def read_rows(self, first: int, stop: int) -> dict[str, Tensor]:
-        """Return copies of the weights of probes `first..stop - 1`. Raises `PackChanged`."""
-        if self._weights and self.in_memory:
-            return {name: tensor[first:stop].clone() for name, tensor in self._weights.items()}
-        return self._tensors.read_rows(self._parameters, first, stop)
-
-    def read_soon(self, runs: Sequence[tuple[int, int]]) -> None:
-        """Start reading runs of probes ahead of `read_rows`."""
-        if not self.in_memory:
-            self._tensors.read_soon(self._parameters, runs)
-
     def blocks(self, probes: np.ndarray | None = None) -> Iterator[tuple[int, dict[str, Tensor]]]:
         """Yield `(start, weights)` of blocks of `probes` (None: all). Raises `PackChanged`."""
         wanted = torch.from_numpy(np.arange(self.n_probes) if probes is None else probes)
@@ -508,16 +497,6 @@ class OpenedPack:
         return any(self._weights_as_stated[name].changed(tensor) for name, tensor in self._weights.items())
 
     @property
-    def rewritten_weights(self) -> str | None:
-        """Return a hash of weights that were written to, else None."""
-        if not self._has_written_weights():
-            return None
-        digest = hashlib.sha256()
-        for name, tensor in sorted(self._weights.items()):
-            digest.update(name.encode() + tensor.contiguous().view(torch.uint8).numpy().tobytes())
-        return digest.hexdigest()
-
-    @property
     def alert_set(self) -> str | None:
         """Return the alert set in force; None if unnamed or `edited`."""
         return None if self.edited else self._alert_set
@@ -583,7 +562,7 @@ class OpenedPack:
         expand, recommended = torch.full_like(self.expand_threshold, math.nan), self.recommended
         if self.bounding:
             expand[~self.expand_threshold.isnan()] = ALWAYS
-            expand[self.bounding] = self.bounds_for(alert)[self.bounding]
+            expand[self.bounding] = bounds_for(self, alert)[self.bounding]
         elif recommended.get("load_threshold") == "calibrated":
             recommended = {key: value for key, value in recommended.items() if key != "load_threshold"}
         return expand, recommended
@@ -593,20 +572,6 @@ class OpenedPack:
         """Return the bounding probes (`probemon.packs.hierarchies`)."""
         return [probe for probe, concept in enumerate(self.concepts) if concept.get("bounding")]
 
-    def bounds_for(self, alert: Tensor) -> Tensor:
-        """Return expand thresholds `[P]` with the smallest alert threshold below each bounding probe."""
-        expand = self.expand_threshold.clone()
-        for probe in self.bounding:
-            below = alert[torch.from_numpy(self.tree.children(probe))]
-            calibrated = below[~below.isnan()]
-            if len(calibrated):
-                expand[probe] = (
-                    calibrated.min()
-                    if len(calibrated) == len(below)
-                    else torch.minimum(calibrated.min(), expand[probe])
-                )
-        return expand
-
     def card_text(self) -> str:
         """Return the card as text, or a heading."""
         return f"# {self.name}\n" if self.card is None else self.card.decode(errors="replace")
@@ -614,6 +579,42 @@ class OpenedPack:
     def __repr__(self) -> str:
         kind = type(self).__name__
         return f"{kind}({self.name!r}, {self.n_probes} probes, {self.architecture}, {self.score_rule}, {self.dtype})"
+
+
+def read_rows(pack: OpenedPack, first: int, stop: int) -> dict[str, Tensor]:
+    """Return copies of the weights of probes `first..stop - 1`. Raises `PackChanged`."""
+    if pack._weights and pack.in_memory:
+        return {name: tensor[first:stop].clone() for name, tensor in pack._weights.items()}
+    return pack._tensors.read_rows(pack._parameters, first, stop)
+
+
+def read_soon(pack: OpenedPack, runs: Sequence[tuple[int, int]]) -> None:
+    """Start reading runs of probes ahead of `read_rows`."""
+    if not pack.in_memory:
+        pack._tensors.read_soon(pack._parameters, runs)
+
+
+def rewritten_weights(pack: OpenedPack) -> str | None:
+    """Return a hash of weights that were written to, else None."""
+    if not pack._has_written_weights():
+        return None
+    digest = hashlib.sha256()
+    for name, tensor in sorted(pack._weights.items()):
+        digest.update(name.encode() + tensor.contiguous().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def bounds_for(pack: OpenedPack, alert: Tensor) -> Tensor:
+    """Return expand thresholds `[P]` with the smallest alert threshold below each bounding probe."""
+    expand = pack.expand_threshold.clone()
+    for probe in pack.bounding:
+        below = alert[torch.from_numpy(pack.tree.children(probe))]
+        calibrated = below[~below.isnan()]
+        if len(calibrated):
+            expand[probe] = (
+                calibrated.min() if len(calibrated) == len(below) else torch.minimum(calibrated.min(), expand[probe])
+            )
+    return expand
 
 
 def lowest_alert(alert: Tensor, aggregated: Mapping[str, Tensor]) -> Tensor:

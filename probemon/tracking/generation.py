@@ -69,7 +69,7 @@ class Generation:
     blind_column: int | None = None
     on_failure: list[Callable[[], None]] = field(default_factory=list)
     stop: Mask = field(default_factory=lambda: np.zeros(0, dtype=bool))
-    rule_states: dict[int, dict[int, Any]] = field(default_factory=dict)
+    rule_states: dict[int | str, dict[int, Any]] = field(default_factory=dict)
     drafts: list[tuple[PlacedTokens, States | str]] = field(default_factory=list)
     origin: Ints | None = None
     end: Callable[[], None] | None = None
@@ -126,8 +126,8 @@ class Generation:
             self.drafting -= 1
             self.prepared = False
 
-    def states_of_rule(self, number: int) -> dict[int, Any]:
-        """Return a rule's state by row."""
+    def states_of_rule(self, number: int | str) -> dict[int, Any]:
+        """Return a rule's state by row; a text for rules of a function."""
         return self.rule_states.setdefault(number, {})
 
     def ids_of_embeds(self, embeds: Tensor, start: int) -> Tensor:

@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
+from probemon.core.function_scores import FunctionScores, join_functions
 from probemon.core.hierarchy import Mask
 from probemon.core.memory_reads import MemoryReads
 from probemon.core.scores import GENERATED, PROMPT, ModelState, Scores
@@ -39,7 +40,8 @@ _PIECES = 256
 class RecordedTokens:
     """Real tokens `[M]` by row, then position (a column of the output); one state of `scores` each.
 
-    `reads`: memory reads, or None. `begins`: first token of a packed sequence, or None.
+    `reads`: memory reads, or None. `begins`: first token of a packed sequence, or None. `functions`: by name of a
+    function probe.
     """
 
     row: Ints
@@ -49,6 +51,7 @@ class RecordedTokens:
     scores: Scores
     reads: MemoryReads | None = None
     begins: Mask | None = None
+    functions: Mapping[str, FunctionScores] = field(default_factory=dict)
 
     @staticmethod
     def join(parts: Sequence[RecordedTokens], n_probes: int) -> RecordedTokens:
@@ -63,6 +66,7 @@ class RecordedTokens:
             token_id,
             phase,
             Scores.join([part.scores for part in parts], n_probes, parts[0].scores.report_top_k),
+            functions=join_functions([part.functions for part in parts], [len(part.row) for part in parts]),
         )
 
 
@@ -132,17 +136,26 @@ class Recording:
     placed: list[PlacedTokens] = field(default_factory=list)
     scores: list[Scores] = field(default_factory=list)
     reads: list[MemoryReads] = field(default_factory=list)  # empty without memories
+    functions: list[Mapping[str, FunctionScores]] = field(default_factory=list)
     ages: list[int] = field(default_factory=list)
     watches: list[tuple[int, int]] = field(default_factory=list)
 
-    def add(self, placed: PlacedTokens, scores: Scores, reads: MemoryReads | None = None, watch: int = 0) -> None:
-        """Add tokens with scores, memory reads and the watched state's number."""
+    def add(
+        self,
+        placed: PlacedTokens,
+        scores: Scores,
+        reads: MemoryReads | None = None,
+        watch: int = 0,
+        functions: Mapping[str, FunctionScores] | None = None,
+    ) -> None:
+        """Add tokens with scores, memory reads, the watched state's number and scores of function probes."""
         if not self.watches or self.watches[-1][1] != watch:
             self.watches.append((int(placed.columns.min()), watch))
         self.n_entries += len(placed)
         self.n_generated += len(placed) if placed.phase == GENERATED else 0
         if not scores.coverage.all_seen:
             self.why_unseen.update(filter(None, scores.coverage.unseen))
+        self.functions.append(functions or {})  # first: other threads read as many as there are in `placed`
         self.placed.append(placed)
         self.scores.append(scores)
         if reads is not None:
@@ -215,7 +228,7 @@ class Recording:
         )
 
     def _row_before(self, row: int, end: int) -> tuple[Ints, Ints, Scores]:
-        rows, columns, ids, _, scores, _ = self._joined(end - self.offset)
+        rows, columns, ids, _, scores, *_ = self._joined(end - self.offset)
         entries = np.flatnonzero(rows == row)
         entries = entries[np.argsort(columns[entries], kind="stable")]
         return columns[entries], ids[entries], scores.take(entries)
@@ -278,6 +291,7 @@ class Recording:
         for placed in self.placed[:pieces]:
             self.forgotten_ids.add((placed.rows, placed.columns, placed.ids), keep_ids)
         del self.placed[:pieces], self.scores[:pieces], self.ages[:pieces], self.reads[:pieces]
+        del self.functions[:pieces]
         self.n_forgotten += dropped
         if not self.placed and self.earlier is not None:  # earlier turns are forgotten first
             self.changed_before = self.model_changed
@@ -306,7 +320,7 @@ class Recording:
         if wrong is not None:
             raise AlignmentError(wrong)
         n_rows, length = sequences.shape
-        row, column, _, phase, scores, reads = self._joined(length)
+        row, column, _, phase, scores, reads, functions = self._joined(length)
         index = np.full((n_rows, length), -1, dtype=np.int64)
         phases = np.full((n_rows, length), PROMPT, dtype=np.int64)
         if self.call.prompt_columns is not None:
@@ -341,6 +355,7 @@ class Recording:
             scores.take(entries, reasons),
             None if reads is None else reads.take(entries, self.offset),
             self._begins(at_row, at),
+            {name: one.take(entries, reasons) for name, one in functions.items()},
         )
 
     def _begins(self, row: Ints, position: Ints) -> Mask | None:
@@ -378,6 +393,7 @@ class Recording:
             PlacedTokens(rows, columns, offsets, ids, phase, provisional=placed[0].provisional, begins=begins)
         ]
         del self.ages[len(self.ages) - n + 1 :]
+        self.functions[-n:] = [join_functions(self.functions[-n:], [len(p) for p in placed])]
         self.scores[-n:] = [Scores.join(self.scores[-n:], self.n_probes, self.scores[-1].report_top_k)]
         if self.reads:
             self.reads[-n:] = [MemoryReads.join(self.reads[-n:])]
@@ -431,16 +447,21 @@ class Recording:
         last = np.where(self.call.last_column == NEVER, length, self.call.last_column - self.offset)
         return real & (np.arange(length) <= last[:, None])
 
-    def _joined(self, length: int) -> tuple[Ints, Ints, Ints, Ints, Scores, MemoryReads | None]:
+    def _joined(
+        self, length: int
+    ) -> tuple[Ints, Ints, Ints, Ints, Scores, MemoryReads | None, dict[str, FunctionScores]]:
         """Row, column, id, phase and scores of this and earlier turns."""
         rows, columns, ids, phases, keep = ([np.zeros(0, dtype=np.int64)] for _ in range(5))
         scores, reads, n = list[Scores](), list[MemoryReads](), 0
+        functions, sizes = list[Mapping[str, FunctionScores]](), list[int]()
         for turn in self.turns():
             if turn.recording is self:
                 turn = Turn(self, length + self.offset)
             pieces = list(turn.recording.placed)
             scores += list(turn.recording.scores)[: len(pieces)]
             reads += list(turn.recording.reads)[: len(pieces)]
+            functions += list(turn.recording.functions)[: len(pieces)]
+            sizes += map(len, pieces)
             for piece in pieces:
                 entries, later_rows = turn.seen_from(piece.rows, piece.columns)
                 rows.append(later_rows)
@@ -452,8 +473,9 @@ class Recording:
         which = np.concatenate(keep)
         joined = Scores.join(scores, self.n_probes, scores[0].report_top_k if scores else 10).take(which)
         read = MemoryReads.join(reads).take(which) if reads else None
+        by_function = {name: one.take(which) for name, one in join_functions(functions, sizes).items()}
         row, column, at_ids, phase = map(np.concatenate, (rows, columns, ids, phases))
-        return row, column, at_ids, phase, joined, read
+        return row, column, at_ids, phase, joined, read, by_function
 
     def watched_from(self) -> list[tuple[int, int]]:
         """Return (position, number) of each watched state."""

@@ -27,7 +27,7 @@ def test_every_example_runs_with_the_stated_result(tmp_path, monkeypatch, capsys
     ):
         monkeypatch.setattr(constants, name, value)
     blocks = re.findall(r"```python\n(.*?)```", PAGE, flags=re.DOTALL)
-    assert len(blocks) == 3
+    assert len(blocks) == 4
     with HubStandIn(tmp_path / "hub") as hub:
         monkeypatch.setenv("HF_TOKEN", hub.token)
         names = {}
@@ -54,6 +54,7 @@ def test_every_example_runs_with_the_stated_result(tmp_path, monkeypatch, capsys
         and "1 names have no probe" in said
         and "vehicle" in said
         and "no group of probes would save anything" in said
+        and "'animal', 'pet']" in said
     )
     assert (
         names["pack"].manifest["files"]["probes.safetensors"]

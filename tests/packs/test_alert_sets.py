@@ -22,7 +22,7 @@ from probemon.packs.diff import pack_diff
 from probemon.packs.edit import merge, rename, subset
 from probemon.packs.group import PackGroup
 from probemon.packs.hierarchies import propose, with_hierarchy
-from probemon.packs.opened import lowest_alert
+from probemon.packs.opened import bounds_for, lowest_alert
 from probemon.packs.quantize import quantize
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -234,7 +234,7 @@ def test_bounding_probes_open_for_sentence_thresholds_too(of_tokens, tmp_path):
     tree = propose(both).write(tmp_path / "tree")
     alone = like_probes(tmp_path / "alone", alert_threshold=each)
     grouped = propose(alone, threshold=None if of_tokens == 0.9 else 0.9).write(tmp_path / "grouped")
-    bounds = grouped.bounds_for(lowest_alert(grouped.alert_threshold, {"max": torch.full((grouped.n_probes,), 0.05)}))
+    bounds = bounds_for(grouped, lowest_alert(grouped.alert_threshold, {"max": torch.full((grouped.n_probes,), 0.05)}))
     assert torch.equal(bounds[grouped.bounding], torch.full((len(grouped.bounding),), 0.05))
     for pack in (tree, tree.with_alert_set("low").with_alert_set("high")):
         manager = DynamicProbeManager(pack)

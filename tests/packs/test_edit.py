@@ -1,6 +1,7 @@
 """Packs derived from packs score as their sources and state where they come from."""
 
 import json
+import math
 
 import numpy as np
 import pytest
@@ -9,9 +10,11 @@ from typer.testing import CliRunner
 
 from probemon import DynamicProbeManager, ProbePack
 from probemon.cli.app import app
+from probemon.core.dtypes import ROUNDINGS
 from probemon.core.probes import Architecture
 from probemon.core.reference import exhaustive_reference
 from probemon.errors import ConfigError, HierarchyError, PackError, UnknownConcept
+from probemon.packs.attached import attach_below
 from probemon.packs.diff import pack_diff
 from probemon.packs.edit import merge, rename, subset
 from probemon.packs.hierarchies import propose, with_hierarchy
@@ -849,3 +852,148 @@ def test_invalid_merge_and_rename_arguments_are_named(tmp_path):
         with pytest.raises(PackError, match=message):
             call()
     assert [path.name for path in tmp_path.iterdir()] == ["a"]
+
+
+def fp64_oracle(pack, probes, concept, hidden, dtype, rule):
+    """Scores `[N]` by id, in fp64 from the definition: normalised, rounded to the dtype, and by the path rule times the
+    best parent.
+    """
+
+    def own(part):
+        found = {}
+        for i, line in enumerate(part.concepts):
+            spec = part.inputs[int(part.input_index[i])]
+            x = hidden[spec.site].to(torch.float64)
+            if spec.norm == "layernorm":
+                x = x - x.mean(-1, keepdim=True)
+            if spec.norm != "none":
+                x = x / (x.pow(2).mean(-1, keepdim=True) + spec.eps).sqrt()
+            w = part.weights["w1"][i, 0].to(dtype).to(torch.float64)
+            found[line["id"]] = torch.sigmoid(x.to(dtype).to(torch.float64) @ w + part.weights["b1"][i, 0].double())
+        return found
+
+    scores_of, expected = own(pack), {}
+    for line in pack.concepts:  # by level
+        one = scores_of[line["id"]]
+        best = [expected[parent] for parent in line["parents"]] if pack.score_rule == "path" else []
+        expected[line["id"]] = one * torch.stack(best).amax(0) if best else one
+    above = expected[pack.concepts[pack.find(concept)]["id"]]
+    return expected | {key: one * above if rule == "path" else one for key, one in own(probes).items()}
+
+
+@pytest.mark.parametrize("pack_rule, rule", [("path", "path"), ("path", "independent"), ("independent", "independent")])
+@pytest.mark.parametrize("dtypes", [("bf16", "fp32"), ("bf16", "bf16"), ("fp32", "fp32")])
+@pytest.mark.parametrize("site", ["resid_post.1", "resid_post.2"])
+def test_attached_probe_scores_as_its_rule_says(tmp_path, pack_rule, rule, dtypes, site):
+    one, other = (ROUNDINGS[dtype] for dtype in dtypes)
+    pack = write(tmp_path / "a", n=14, rule=pack_rule, dtype=one, seed=7)
+    flat = [{"id": f"mine-{i}", "name": f"mine {i}", "parents": []} for i in range(3)]
+    mine = write(tmp_path / "mine", n=3, concepts=flat, site=site, norm="none", dtype=other, seed=8)
+    stated = None if one == other else "bf16"
+    made = attach_below(pack, "a 2", mine, tmp_path / "both", score_rule=rule, dtype=stated)
+    assert ProbePack.open(made.directory, verify=True).n_probes == 17
+    hidden = states("resid_post.1", site)
+    expected = fp64_oracle(pack, mine, "a 2", hidden, one, rule)
+    found = scores(made, hidden)
+    assert found.keys() == expected.keys()
+    assert all(torch.allclose(found[key].double(), expected[key], atol=2e-6, rtol=0) for key in expected)
+    is_below = not (pack_rule == "path" and rule == "independent")
+    assert made.path(made.find("mine-1")) == ([*pack.path(pack.find("a-2")), "mine 1"] if is_below else ["mine 1"])
+    # A descent by what the pack recommends finds every concept that fires, as the exact rule promises.
+    for hidden_of in (states("resid_post.1", site, n=40, seed=seed) for seed in range(3)):
+        manager = DynamicProbeManager(made)
+        everything = manager.score_all(hidden_of)
+        fires = everything > made.alert_threshold
+        seen = manager.score_tokens(hidden_of)
+        for t in range(40):
+            active = seen.active(t)
+            assert np.allclose(seen.active_scores(t), everything[t, active], atol=1e-6)
+            if pack_rule == "path":
+                assert seen.fired(t).tolist() == fires[t].nonzero()[:, 0].tolist()
+    assert fires[:, [made.find(f"mine-{i}") for i in range(3)]].any()
+
+
+def test_attached_probe_leaves_thresholds_sets_and_calibration_of_the_pack(tmp_path):
+    alert = torch.full((6,), 0.3)
+    pack = write(tmp_path / "a", rule="path", alert_set="strict", alert_sets={"loose": alert})
+    mine = write(tmp_path / "mine", n=1, concepts=[{"id": "mine", "name": "mine", "parents": []}], golden=False)
+    made = attach_below(pack, "a 1", mine, tmp_path / "both", score_rule="path", alert_threshold=0.25)
+    at = [made.find(concept["id"]) for concept in pack.concepts]
+    assert made.alert_set == "strict" and torch.equal(made.alert_threshold[at], pack.alert_threshold)
+    assert torch.equal(made.with_alert_set("loose").alert_threshold[at], alert)
+    for one in (made, made.with_alert_set("loose")):
+        assert float(one.alert_threshold[made.find("mine")]) == 0.25
+    assert torch.equal(made.golden_hidden, pack.golden_hidden)
+    assert made.manifest["provenance"]["how"]["score_rule"] == "path"
+
+
+@pytest.mark.parametrize("rule", ["independent", "path"])
+def test_calibrated_descent_opens_attached_probes(tmp_path, rule):
+    expand = torch.tensor([0.9, 0.9, 0.9, *[math.nan] * 5])
+    pack = write(tmp_path / "a", n=8, rule=rule, expand_threshold=expand, recommended={"load_threshold": "calibrated"})
+    mine = write(tmp_path / "mine", n=1, concepts=[{"id": "mine", "name": "mine", "parents": []}])
+    made = attach_below(pack, "a-6", mine, tmp_path / "both", score_rule=rule)
+    manager, hidden = DynamicProbeManager(made), states("resid_post.1", n=60)
+    seen, everything = manager.score_tokens(hidden), manager.score_all(hidden)
+    new, leaf = made.find("mine"), made.find("a-6")
+    for t in range(60):
+        if rule == "path":
+            assert (new in seen.fired(t)) == bool(everything[t, new] > made.alert_threshold[new])
+        else:
+            assert (new in seen.active(t)) == (leaf in seen.active(t))
+    assert (everything[:, new] > made.alert_threshold[new]).any()
+
+
+def test_probes_that_cannot_be_attached_are_refused_with_the_remedy(tmp_path):
+    pack, flat = write(tmp_path / "a", rule="path"), [{"id": "mine", "name": "mine", "parents": []}]
+    mine = write(tmp_path / "mine", n=1, concepts=flat, dtype=torch.bfloat16)
+    deep = write(tmp_path / "deep")
+    refused = [
+        (
+            dict(score_rule="path"),
+            r"dtype differs: float32 \(a\), bfloat16 \(mine\)\. State the rounding, dtype='bf16'",
+        ),
+        (dict(score_rule="path", dtype="int8"), "dtype is 'int8': give 'bf16' or 'fp32'"),
+        (dict(score_rule="conditioned", dtype="bf16"), "score_rule"),
+        (dict(score_rule="path", dtype="bf16", alert_threshold=1.0), "alert_threshold is 1.0"),
+        (dict(score_rule="path", dtype="bf16", probes=deep), "deep has a hierarchy"),
+        (dict(score_rule="path", dtype="bf16", pack=deep), "give score_rule='independent'"),
+        (dict(score_rule="path", dtype="bf16", pack=quantize(pack, tmp_path / "int8")), "probemon quantize"),
+    ]
+    for given, message in refused:
+        given = {"pack": pack, "probes": mine, **given}
+        with pytest.raises((PackError, ConfigError), match=message):
+            attach_below(given.pop("pack"), 1, given.pop("probes"), tmp_path / "no", **given)
+    mine.alert_threshold[:] = math.nan
+    with pytest.raises(PackError, match="'mine' has no alert threshold"):
+        attach_below(pack, 1, mine, tmp_path / "no", score_rule="path", dtype="bf16")
+    assert not (tmp_path / "no").exists()
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+def test_packs_of_two_dtypes_merge_by_a_stated_rounding(tmp_path, dtype):
+    a, b = write(tmp_path / "a"), write(tmp_path / "b", dtype=torch.bfloat16, seed=2)
+    made = merge([a, b], tmp_path / "both", name="both", dtype=dtype)
+    assert made.dtype == ROUNDINGS[dtype] and made.manifest["provenance"]["how"]["dtype"] == dtype
+    hidden = states("resid_post.1")
+    found = scores(made, hidden)
+    for part in (a, b):
+        expected = fp64_oracle(part, part, 0, hidden, ROUNDINGS[dtype], "independent")
+        assert all(torch.allclose(found[key].double(), one, atol=2e-6, rtol=0) for key, one in expected.items())
+
+
+@pytest.mark.parametrize("deep, flat", [("path", "independent"), ("independent", "path")])
+def test_flat_packs_merge_with_packs_of_the_other_score_rule(tmp_path, deep, flat):
+    a = write(tmp_path / "a", rule=deep)
+    names = [{"id": f"b-{i}", "name": f"b {i}", "parents": [], "level": i} for i in range(3)]
+    b = write(tmp_path / "b", n=3, rule=flat, concepts=names, seed=4)
+    made, hidden = merge([b, a], tmp_path / "both", name="both"), states("resid_post.1", n=30)
+    expected, found = {**scores(a, hidden), **scores(b, hidden)}, scores(made, hidden)
+    assert made.score_rule == deep
+    assert all(torch.allclose(found[key], expected[key], atol=1e-6, rtol=0) for key in expected)
+    together = DynamicProbeManager([a, b]).score_tokens(hidden)
+    alone, ids = DynamicProbeManager(made).score_tokens(hidden), [concept["id"] for concept in made.concepts]
+    group = DynamicProbeManager([a, b]).pack
+    for t in range(30):
+        want = {group.concepts[i]["id"].partition(":")[2] for i in together.fired(t)}
+        assert want <= {ids[i] for i in alone.fired(t)} if deep == "path" else want == {ids[i] for i in alone.fired(t)}

@@ -2,14 +2,15 @@
 
 import queue
 
+import numpy as np
 import pytest
 import torch
 from transformers import GenerationConfig
 
-from conftest import EOS, OLDEST, PAD, make_model, make_pack, n_hooks
+from conftest import EOS, HIDDEN, OLDEST, PAD, make_model, make_pack, n_hooks
 from hears import hears
 from oracle import check
-from probemon import DynamicProbeManager
+from probemon import DynamicProbeManager, function_probe
 from probemon.errors import AlignmentError, CallbackFailed, ConceptRaised, UnsupportedDecoding
 from probemon.tracking.recording import SHARED
 
@@ -327,3 +328,22 @@ def test_generate_during_a_running_batch_is_exact_or_refused(host):
         assert run.recordings == []
     finally:
         model.set_attn_implementation("sdpa")
+
+
+def test_function_probe_has_every_token_of_every_request(host):
+    model, manager = host
+    probe = function_probe(lambda hidden: torch.sigmoid(hidden[:, 0]), "resid_post.1", "first")
+    with manager.attach(model, followers=[probe]) as run:
+        outputs = model.generate_batch(PROMPTS, **configs())
+    result, taken = run.result(outputs), []
+    values = result.functions["first"].values
+    hook = model.model.layers[1].register_forward_hook(
+        lambda module, given, out: taken.append((out[0] if type(out) is tuple else out).reshape(-1, HIDDEN)[:, 0])
+    )
+    with torch.no_grad():
+        for row, output in enumerate(outputs.values()):
+            model(torch.tensor([[*output.prompt_ids, *output.generated_tokens]]))
+            expected = torch.sigmoid(taken[-1]).numpy()
+            assert np.allclose(values[result.row == row][:-1], expected[:-1], atol=1e-6)
+    hook.remove()
+    assert np.isnan(values).sum() == len(outputs)

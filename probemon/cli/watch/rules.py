@@ -21,6 +21,7 @@ from probemon.errors import ConfigError, UnknownConcept
 from probemon.monitor.followers import Follower
 from probemon.monitor.rules import Event
 from probemon.monitor.sinks import JsonLinesSink
+from probemon.packs.configured import names_left_out
 from probemon.packs.group import AnyPack, PackGroup, trained_score
 from probemon.util.files import why_not_writable
 
@@ -203,7 +204,7 @@ def shown_above(pack: AnyPack, concepts: Sequence[str], min_strength: float) -> 
 def check_watched(manager: DynamicProbeManager, concepts: Sequence[str]) -> None:
     """Raise `ConfigError` if a concept to show is not watched."""
     for concept in concepts:
-        if names := manager.left_out(manager.pack.find_all(concept)):
+        if names := names_left_out(manager.pack, manager.plan.watched, manager.pack.find_all(concept)):
             raise ConfigError(
                 f"--concept {concept}: {names} is left out by the deployment, so that its silence says nothing: show"
                 " another concept, or change `exclude`, `include` or `depth`"

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from probemon.engine.memory.slab import Layout, Slab, SlabRecord
 from probemon.errors import PackCorrupt, ProbeLoadError
+from probemon.packs.opened import read_rows, read_soon
 from probemon.packs.pack import ProbePack
 from probemon.util.checks import check_count
 
@@ -49,9 +50,9 @@ class PackSource:
         runs = np.split(order, np.flatnonzero(np.diff(at[order]) != 1) + 1) if len(at) else []
         states: dict[int, StateDict] = {}
         bounds = [(int(at[run[0]]), int(at[run[-1]]) + 1) for run in runs]
-        self._pack.read_soon(bounds)
+        read_soon(self._pack, bounds)
         for run, (first, last) in zip(runs, bounds, strict=True):
-            stacked = self._pack.read_rows(first, last)
+            stacked = read_rows(self._pack, first, last)
             try:
                 self._pack.check_rows(stacked, first)
             except PackCorrupt as error:

@@ -26,7 +26,7 @@ from probemon.lab.calibration.expansion import Expansion
 from probemon.lab.calibration.score_statistics import ScoreStatistics
 from probemon.packs.copies import concepts_of, quality_of, without_thresholds
 from probemon.packs.manifest import PROBES
-from probemon.packs.opened import lowest_alert
+from probemon.packs.opened import bounds_for, lowest_alert
 from probemon.packs.pack import ProbePack
 from probemon.packs.writer import PackWriter
 from probemon.util.counted import counted
@@ -84,7 +84,7 @@ def write_calibrated(
             aggregated[str(alerts.aggregator)] = target
         quality["alerts"] = _alert_quality(pack, quality.get("alerts") or {}, watched, alerts)
     if alerts is not None and pack.bounding:
-        expand = pack.bounds_for(lowest_alert(alert, aggregated))
+        expand = bounds_for(pack, lowest_alert(alert, aggregated))
     cleared = changes and expansion is None and not pack.bounding and not bool(expand.isnan().all())
     if cleared:
         expand = torch.full_like(expand, float("nan"))

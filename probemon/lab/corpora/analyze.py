@@ -42,7 +42,7 @@ from probemon.lab.corpora.state_reader import give_back
 from probemon.lab.corpora.windows import DocumentShard, Reading, shards
 from probemon.packs.group import AnyPack, PackGroup
 from probemon.packs.manifest import CONCEPTS, PROBES
-from probemon.packs.opened import OpenedPack
+from probemon.packs.opened import OpenedPack, rewritten_weights
 from probemon.util.checks import check_bool, check_number, is_int, shown
 
 Progress = Callable[[float, int], object]
@@ -224,7 +224,7 @@ def identity(scorer: CorpusScorer, table: Tables) -> dict[str, Any]:
 def _identified(pack: AnyPack) -> dict[str, Any]:
     if isinstance(pack, PackGroup):
         return {"name": pack.name, "packs": {name: _identified(member) for name, member in pack.packs.items()}}
-    files, written_weights = pack.manifest["files"], pack.rewritten_weights
+    files, written_weights = pack.manifest["files"], rewritten_weights(pack)
     return {
         "name": pack.name,
         "concepts": files[CONCEPTS]["sha256"],

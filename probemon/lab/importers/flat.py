@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from probemon.core.dtypes import FLOATS
+from probemon.core.dtypes import FLOATS, ROUNDINGS
 from probemon.core.probes import NORMS, Architecture, as_site, is_recurrent, parse_site
 from probemon.core.score_rules import INDEPENDENT
 from probemon.core.settings import CascadeConfig
@@ -64,7 +64,6 @@ OPTIONS: dict[str, Any] = {
     "name": str | None, "licence": str, "model": str | None, "n_layers": int | None, "eps": int | float,
     "adapters": list | tuple, "notes": list | tuple, "overwrite": bool, "dtype": str | None,
 }  # fmt: skip
-DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 _NO_SCORE_ABOVE = 1 - 2**-25  # fp32 rounds this and more to 1
 
 
@@ -193,8 +192,8 @@ def stack(probes: Sequence[Classifier], dtype: str | None = None) -> dict[str, T
 
     Raises `ImportRefused`.
     """
-    if dtype not in (None, *DTYPES):
-        raise ImportRefused(f"dtype is {dtype!r:.40}: give {' or '.join(map(repr, DTYPES))}, or leave it out")
+    if dtype not in (None, *ROUNDINGS):
+        raise ImportRefused(f"dtype is {dtype!r:.40}: give {' or '.join(map(repr, ROUNDINGS))}, or leave it out")
     if not probes:
         raise ImportRefused("there is no probe to import: the source is empty")
     for probe in probes:
@@ -206,7 +205,7 @@ def stack(probes: Sequence[Classifier], dtype: str | None = None) -> dict[str, T
     architecture = smallest_common([Architecture(probe.hidden_size, probe.hidden) for probe in probes])
     _check_size(len(probes) * architecture.parameters_per_probe())
     is_bf16 = all(weight.dtype == torch.bfloat16 for probe in probes for weight, _ in probe.layers)
-    written = DTYPES[dtype] if dtype is not None else torch.bfloat16 if is_bf16 else torch.float32
+    written = ROUNDINGS[dtype] if dtype is not None else torch.bfloat16 if is_bf16 else torch.float32
     stacked: dict[str, Tensor] = {}
     for i, probe in enumerate(probes):
         for name, values in widen(_alone(probe, written), architecture).items():

@@ -36,6 +36,7 @@ from probemon.ops.drift.drift_requests import RunRequests
 from probemon.ops.drift.drift_tests import BLOCK, KINDS, Difference, DriftTests
 from probemon.packs.group import AnyPack, PackGroup
 from probemon.packs.manifest import PROBES
+from probemon.packs.opened import rewritten_weights
 from probemon.util.checks import check_callable
 
 if TYPE_CHECKING:
@@ -395,7 +396,7 @@ def _finds_all(pack: AnyPack, plan: Plan) -> bool:
 
 def _packs(pack: AnyPack) -> dict[str, str]:
     packs = pack.packs if isinstance(pack, PackGroup) else {pack.name: pack}
-    return {name: one.rewritten_weights or one.manifest["files"][PROBES]["sha256"] for name, one in packs.items()}
+    return {name: rewritten_weights(one) or one.manifest["files"][PROBES]["sha256"] for name, one in packs.items()}
 
 
 def _check_reference(reference: DriftReference, pack: AnyPack) -> None:

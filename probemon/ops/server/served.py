@@ -29,6 +29,7 @@ from probemon.ops.deployment.deployment import Deployment
 from probemon.ops.server.held import Holding
 from probemon.ops.server.limits import Limits
 from probemon.ops.server.requests import Request, RequestedWatch
+from probemon.packs.configured import names_left_out
 
 Decode = Callable[[Sequence[int]], str]
 
@@ -215,7 +216,7 @@ def shown_probes(
     for at, concept in enumerate(watch.concepts):
         param = f"probemon.concepts[{at}]"
         named = _refused(param, partial(pack.find_all, concept))
-        if names := manager.left_out(named, plan):
+        if names := names_left_out(pack, plan.watched, named):
             raise RequestRefused(
                 f"{param}: {names} is left out by the deployment, so that its silence would say nothing: ask for"
                 " another concept",

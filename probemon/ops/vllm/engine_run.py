@@ -18,6 +18,8 @@ from probemon.errors import ConfigError
 from probemon.monitor.check import Check
 from probemon.monitor.delivery import Delivery, as_follower
 from probemon.monitor.followers import Batch, Follower, Followers
+from probemon.monitor.function_probes import FunctionProbe
+from probemon.monitor.kept_states import KeepStates
 from probemon.monitor.rules import PENDING
 from probemon.ops.vllm.event_fields import event_of
 from probemon.ops.vllm.messages import Ended, Message, RequestHead, RuleMet, StepTokens
@@ -67,6 +69,7 @@ class EngineRun:
     breaker = None
     recordings: tuple[Any, ...] = ()
     sinks: tuple[Any, ...] = ()
+    function_names: tuple[str, ...] = ()
 
     def __init__(self, client: VllmClient, followers: Sequence[Any] = ()) -> None:
         self._client, self._followers = client, Followers(client.failures)
@@ -100,7 +103,8 @@ class EngineRun:
     def follow(self, follower: Any) -> Follower:
         """Add a `Follower`, sink or callable `(placed, scores)`. Raises `ConfigError`, and errors of `began`."""
         added = as_follower(follower, self._followers)
-        if list(added.attaching(self)):  # type: ignore[arg-type]
+        # Those two read states also at the sites of the packs.
+        if isinstance(added, (FunctionProbe, KeepStates)) or list(added.attaching(self)):  # type: ignore[arg-type]
             raise ConfigError(f"{type(added).__name__} reads hidden states, which stay in the worker of an engine")
         added.began(self)  # type: ignore[arg-type]
         self._followers.add(added, sink=isinstance(added, Delivery))

@@ -16,6 +16,7 @@ import torch
 from test_engine_watch import HOST, SITES, states_of
 
 import grouped_packs
+from probemon import KeepStates, ProbePack, function_probe
 from probemon.core.scores import GENERATED, PROMPT
 from probemon.errors import AlignmentError, ConfigError
 from probemon.monitor.followers import Follower
@@ -189,6 +190,13 @@ def test_refused_follower_of_a_client_closes_those_before_it(folder):
         with pytest.raises(error):
             VllmClient(packs=[folder], followers=[sink, last or sink])
         assert sink.closed
+
+
+def test_followers_of_hidden_states_are_refused_by_a_client(folder, tmp_path):
+    site = ProbePack.open(folder).sites[0]
+    for one in (function_probe(len, site, "length"), KeepStates(tmp_path / "states")):
+        with pytest.raises(ConfigError, match="stay in the worker"):
+            VllmClient(packs=[folder], followers=[one])
 
 
 def test_output_with_another_token_than_was_run_is_an_error(client):

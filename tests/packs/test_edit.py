@@ -997,3 +997,17 @@ def test_flat_packs_merge_with_packs_of_the_other_score_rule(tmp_path, deep, fla
     for t in range(30):
         want = {group.concepts[i]["id"].partition(":")[2] for i in together.fired(t)}
         assert want <= {ids[i] for i in alone.fired(t)} if deep == "path" else want == {ids[i] for i in alone.fired(t)}
+
+
+def test_commands_attach_and_merge_by_a_stated_rounding(tmp_path):
+    write(tmp_path / "a", rule="path")
+    concepts = [{"id": "mine", "name": "mine", "parents": []}]
+    write(tmp_path / "mine", n=1, concepts=concepts, dtype=torch.bfloat16)
+    a, mine, out, both = (str(tmp_path / name) for name in ("a", "mine", "out", "both"))
+    more = ["--score-rule", "path", "--alert-threshold", "0.5", "--dtype", "bf16"]
+    said = CliRunner().invoke(app, ["pack", "attach", a, "a 1", mine, out, *more])
+    assert said.exit_code == 0, said.output
+    made = ProbePack.open(out)
+    assert made.path(made.find("mine")) == ["a 1", "mine"] and float(made.alert_threshold[made.find("mine")]) == 0.5
+    assert CliRunner().invoke(app, ["pack", "merge", a, mine, both, "--dtype", "fp32"]).exit_code == 0
+    assert ProbePack.open(both).dtype == torch.float32

@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from probemon.lab.importers.generic import import_safetensors as import_safetensors
     from probemon.lab.importers.generic import import_weights as import_weights
     from probemon.lab.importers.hatcat import import_pack as import_pack
+    from probemon.lab.importers.lie_detectors import import_lie_detectors as import_lie_detectors
+    from probemon.lab.importers.repeng import import_control_vector as import_control_vector
     from probemon.lab.importers.saelens import import_sae as import_sae
     from probemon.lab.importers.sklearn import import_estimators as import_estimators
     from probemon.lab.training.collect import collect as collect
@@ -80,7 +82,9 @@ _MODULES = {
     "ZScore": "core.baselines",
     "collect": "lab.training.collect",
     "function_probe": "monitor.function_probes",
+    "import_control_vector": "lab.importers.repeng",
     "import_estimators": "lab.importers.sklearn",
+    "import_lie_detectors": "lab.importers.lie_detectors",
     "import_pack": "lab.importers.hatcat",
     "import_sae": "lab.importers.saelens",
     "import_safetensors": "lab.importers.generic",

@@ -18,11 +18,13 @@ ONE_OBJECT = "one JSON object over several lines: write one object a line (jq -c
 NPZ, NPY, TORCH, PICKLE = "arrays of NumPy (.npz)", "an array of NumPy (.npy)", "a file of torch.save (.pt)", "a pickle"
 GGUF, SAFETENSORS = "tensors of llama.cpp (GGUF)", "tensors of safetensors"
 TAR, GZIP = "an archive of tar", "compressed by gzip, and its name does not end in .gz"
+ZIP, LFS = "a zip archive, as .docx, .xlsx and .odt are", "a pointer of Git LFS, not the file itself"
 _ZIP = b"PK\x03\x04"
 _MARKS = {
     b"%PDF-": "a PDF",
     b"{\\rtf": "rich text",
-    _ZIP: "a zip archive, as .docx, .xlsx and .odt are",
+    _ZIP: ZIP,
+    b"version https://git-lfs.github.com/spec/": LFS,
     b"\xd0\xcf\x11\xe0": "a document of an office, as .doc and .xls are",
     b"\x1f\x8b": GZIP,
     b"\x1f\x9d": "compressed by compress",
@@ -50,7 +52,7 @@ _MARKS = {
     b"fLaC\0": "sound (FLAC)",
 }
 _BZIP2, _ORC, _RIFF = "compressed by bzip2", "an ORC file", "a picture, sound or video (RIFF)"
-_PACKED = ("compressed by ", "an archive of ", "a zip archive")
+PACKED = ("compressed by ", "an archive of ", "a zip archive")
 _ROWS = ("parquet", "an Arrow ", "an Avro ", _ORC, "HDF5", "a database ")
 _CONTROL = re.compile(rb"[\0-\x08\x0e-\x1a\x1c-\x1f]")  # never in texts; \x1b may begin a colour
 
@@ -88,8 +90,10 @@ def kind_of_bytes(begin: bytes) -> str:
 
 def remedy_of(kind: str) -> str:
     """Return what to do with a file of a kind, or ""."""
-    if kind.startswith(_PACKED):
+    if kind.startswith(PACKED):
         return "unpack it, and give the files in it"
+    if kind == LFS:
+        return "fetch the file, by git lfs pull"
     return "write its rows as .jsonl or .parquet" if kind.startswith(_ROWS) else ""
 
 
@@ -109,7 +113,7 @@ def _zip_kind(path: Path) -> str:
         names = []
     if names and all(name.endswith(".npy") for name in names):
         return NPZ
-    return TORCH if any(name.endswith("/data.pkl") for name in names) else _MARKS[_ZIP]
+    return TORCH if any(name.endswith("/data.pkl") for name in names) else ZIP
 
 
 def without_mark(begin: bytes) -> bytes:

@@ -50,7 +50,7 @@ from provenance import about
 SHARES = {
     "manifest": 14, "concepts": 6, "tensors": 16, "pack": 16, "commands": 4, "edit": 6, "hierarchy": 5, "torch": 14,
     "hatcat": 5, "probelab": 3, "probekit": 3, "steerkit": 3, "saelens": 3, "hallucination": 3,
-    "safetensors": 3, "opened": 4, "used": 2,
+    "safetensors": 3, "lie-detectors": 3, "repeng": 3, "opened": 4, "used": 2,
 }  # fmt: skip
 CHUNK = 1000
 KEPT_BYTES = 1 << 16

@@ -11,7 +11,9 @@ if [ "$(cat $venv/.probemon-stamp 2>/dev/null)" != "$stamp" ]; then
   pip() { $venv/bin/python -m pip "$@" 2> >(grep -v "^WARNING: Location" >&2); }
   # torch first and pinned: anything else that asks for it would fetch the newest build.
   pip install -q -c constraints.txt torch==2.13.0
-  pip install -q -c constraints.txt -c constraints-importers.txt -e '.[cpu]' pytest scikit-learn probelab probekit steerkit sae-lens
+  pip install -q -c constraints.txt -c constraints-importers.txt -e '.[cpu]' pytest scikit-learn probelab probekit steerkit sae-lens \
+    lie-detectors gguf
+  pip install -q --no-deps repeng==0.4.0  # asks for numpy 1, which it does not need here
   echo "$stamp" > $venv/.probemon-stamp
 fi
 # Those packages warn, of each other for the most part; ours are held to account in the other tests.

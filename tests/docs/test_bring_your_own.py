@@ -39,6 +39,9 @@ def place(tmp_path_factory):
     foreign.sae(here / "sae", "jumprelu")
     (here / "sae-names.json").write_text('{"7": "cats"}')
     foreign.hallucination_head(here / "hallucination-head")
+    foreign.lie_detector(here / "dyl-org-host/probe.pt", None, layer=2)
+    (here / "dyl-org-host/sweep.json").write_text("{}")
+    foreign.control_vector(here / "happy.gguf", [1, 2, 3])
     tensors = {
         "animal.weight": (1, 12),
         "animal.bias": (1,),
@@ -61,7 +64,7 @@ def place(tmp_path_factory):
 
 def test_every_python_example_runs(place):
     blocks = re.findall(r"```python\n(.*?)```", PAGE, flags=re.DOTALL)
-    assert len(blocks) == 9
+    assert len(blocks) == 10
     (place / "example.py").write_text("\n".join(blocks))
     done = subprocess.run(
         [sys.executable, "-W", "error", "example.py"],
@@ -80,9 +83,10 @@ def test_every_python_example_runs(place):
         "refusal",
         "cats",
         "hallucination-too",
+        "lies-too",
+        "happy-too",
         "own",
         "heads",
-        "stacked",
     ):
         assert ProbePack.open(place / "packs" / name, verify=True).n_probes
     assert [c["id"] for c in ProbePack.open(place / "packs/sklearn").concepts] == [
@@ -137,6 +141,8 @@ def test_every_importer_has_its_command_and_its_section():
         "steerkit",
         "saelens",
         "hallucination",
+        "lie-detectors",
+        "repeng",
         "safetensors",
     }
     for section in re.findall(r"\]\(#([\w-]+)\)", PAGE):

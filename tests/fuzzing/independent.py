@@ -246,6 +246,40 @@ def steerkit(folder: Path, scale: float) -> dict[str, list[Net]]:
     return found
 
 
+def lie_detectors(folder: Path) -> dict[str, list[Net]]:
+    """What a checkpoint scores, less its threshold."""
+    found = {}
+    for path in folder.glob("*.pt"):
+        saved = torch_file(path)
+        state = {name: _array(value) for name, value in saved["state_dict"].items()}
+        site, threshold = f"resid_post.{saved['hyperparams']['layer']}", state["threshold"].reshape(-1)
+        if saved["hyperparams"]["probe_architecture"] == "dim":
+            found[path.stem] = [Net([(state["direction"].reshape(1, -1), -threshold)], site=site)]
+            continue
+        names = {"lr": ["linear"], "mlp": ["net.0", "net.2"]}[saved["hyperparams"]["probe_architecture"]]
+        layers = [(state[f"{name}.weight"], state[f"{name}.bias"]) for name in names]
+        layers[-1] = (layers[-1][0].reshape(1, -1), layers[-1][1] - threshold)
+        found[path.stem] = [_standardised(layers, state["dataset_mean"], state["dataset_std"], site=site)]
+    return found
+
+
+def repeng(folder: Path, layer: int) -> dict[str, list[Net]]:
+    """Projections on the direction of a layer, as llama.cpp's own package reads the files."""
+    import gguf
+
+    found = {}
+    for path in folder.glob("*.gguf"):
+        try:
+            named = {tensor.name: tensor.data for tensor in gguf.GGUFReader(path).tensors}
+            direction = np.asarray(named[f"direction.{layer}"], dtype=np.float64)
+        except Exception as error:
+            raise Unreadable(f"{type(error).__name__}: {error}") from error
+        found[path.stem] = [
+            Net([(direction.reshape(1, -1) / np.linalg.norm(direction), np.zeros(1))], site=f"resid_post.{layer}")
+        ]
+    return found
+
+
 def sae(folder: Path) -> dict[str, list[Net]]:
     """As the encoder computes: active where the product passes all its thresholds."""
     config = json.loads((folder / "cfg.json").read_bytes().decode("utf-8-sig"))

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
@@ -162,6 +163,20 @@ def steerkit(room: Path) -> list[Tree]:
     foreign_files.steerkit_probe(
         room / "b" / "joy.safetensors", seed=55, hook_site="resid_pre", default_method="mass_mean"
     )
+    trees = [read_tree(room / "a"), read_tree(room / "b")]
+    return [*trees, {**trees[0], **trees[1]}]
+
+
+def lie_detectors(room: Path) -> list[Tree]:
+    for kind in foreign_files.SHAPES:
+        foreign_files.lie_detector(room / kind / f"{kind}.pt", None, kind)
+    trees = [read_tree(room / kind) for kind in foreign_files.SHAPES]
+    return [*trees, {name: content for tree in trees for name, content in tree.items()}]
+
+
+def repeng(room: Path) -> list[Tree]:
+    foreign_files.control_vector(room / "a" / "joy.gguf", [1, 2, 5])
+    foreign_files.control_vector(room / "b" / "calm.gguf", [0, 1], dtype=np.float16)
     trees = [read_tree(room / "a"), read_tree(room / "b")]
     return [*trees, {**trees[0], **trees[1]}]
 

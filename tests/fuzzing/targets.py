@@ -25,8 +25,10 @@ from probemon.core.reference import exhaustive_reference
 from probemon.lab.importers.generic import import_safetensors
 from probemon.lab.importers.hallucination import import_head
 from probemon.lab.importers.hatcat import import_pack
+from probemon.lab.importers.lie_detectors import import_lie_detectors
 from probemon.lab.importers.probekit import import_file
 from probemon.lab.importers.probelab import import_files as import_probelab
+from probemon.lab.importers.repeng import import_control_vector
 from probemon.lab.importers.saelens import import_sae
 from probemon.lab.importers.steerkit import import_files as import_steerkit
 from probemon.lab.importers.weights import load_plain
@@ -318,6 +320,10 @@ TARGETS: dict[str, Target] = {
     ),
     "steerkit": Target(seeds.steerkit, **_importer(lambda call: import_steerkit(call.source, call.out, scale=SCALE,
     overwrite=call.overwrite), lambda call: independent.steerkit(call.source, SCALE))),
+    "lie-detectors": Target(seeds.lie_detectors, **_importer(lambda call: import_lie_detectors(call.source, call.out,
+    overwrite=call.overwrite), lambda call: independent.lie_detectors(call.source))),
+    "repeng": Target(seeds.repeng, **_importer(lambda call: import_control_vector(call.source, call.out, layers=[1],
+    n_layers=9, overwrite=call.overwrite), lambda call: independent.repeng(call.source, 1))),
     "saelens": Target(seeds.sae, **_importer(lambda call: import_sae(call.source, call.out, overwrite=call.overwrite),
     lambda call: independent.sae(call.source))),
     "hallucination": Target(seeds.hallucination, **_importer(lambda call: import_head(call.source, call.out,

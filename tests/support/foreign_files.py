@@ -2,8 +2,12 @@
 [N]`.
 """
 
+import enum
 import json
+import sys
+import types
 
+import numpy as np
 import torch
 from safetensors.torch import save_file
 
@@ -246,3 +250,66 @@ def hallucination_head(folder, seed=70, layer=3, dtype=torch.bfloat16, lora=True
     else:
         save_file(state, folder / file)
     return lambda x: torch.sigmoid(x.double() @ state["weight"][0].double() + state["bias"].double())
+
+
+SHAPES = {"dim": "DIFFERENCE_IN_MEANS", "lr": "LOGISTIC_REGRESSION", "mlp": "MULTI_LAYER_PERCEPTRON"}
+_PRIVATE = "deception.detectors.utils.types"
+
+
+def private_enum(monkeypatch):
+    """The enum that published lie-detectors checkpoints pickle, in a module of that name."""
+    for name in ("deception", "deception.detectors", "deception.detectors.utils", _PRIVATE):
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    shape = enum.Enum("ProbeArchitecture", {member: value for value, member in SHAPES.items()}, type=str)
+    shape.__module__ = _PRIVATE
+    sys.modules[_PRIVATE].ProbeArchitecture = shape
+    return shape
+
+
+def lie_detector(path, shape, kind="lr", layer=1, threshold=0.7, seed=70, d=D, state=None, **settings):
+    """A checkpoint as published, of an enum `shape` (None: a text); returns its score, as the package computes it."""
+    tensors = {
+        "dim": {"direction": random(d, seed=seed)},
+        "lr": {"linear.weight": random(1, d, seed=seed + 1), "linear.bias": random(1, seed=seed + 2)},
+        "mlp": {
+            "net.0.weight": random(7, d, seed=seed + 3),
+            "net.0.bias": random(7, seed=seed + 4),
+            "net.2.weight": random(1, 7, seed=seed + 5),
+            "net.2.bias": random(1, seed=seed + 6),
+        },
+    }[kind]
+    mean, std = random(d, seed=seed + 7, scale=2), random(d, seed=seed + 8).abs() + 0.2
+    standard = {} if kind == "dim" else {"dataset_mean": mean, "dataset_std": std}
+    settings = {"probe_architecture": shape(kind) if shape else kind, "layer": layer, "layer_pct": 60} | settings
+    path.parent.mkdir(parents=True, exist_ok=True)
+    state = {**tensors, **standard, "threshold": torch.tensor(threshold), **(state or {})}
+    torch.save({"state_dict": state, "hyperparams": settings}, path)
+
+    def score(x):
+        if kind == "dim":
+            return x.double() @ tensors["direction"].double()
+        x = (x.double() - mean.double()) / std.double()
+        if kind == "mlp":
+            x = torch.relu(x @ tensors["net.0.weight"].double().T + tensors["net.0.bias"].double())
+        weight, bias = list(tensors.values())[-2:]
+        return x @ weight[0].double() + bias.double()
+
+    return score
+
+
+def control_vector(path, layers, seed=80, d=D, arch="controlvector", dtype=np.float32, names="direction.{}"):
+    """A control vector as repeng's export_gguf writes it; returns the directions by layer."""
+    import gguf
+
+    directions = {layer: (random(d, seed=seed + layer).numpy() * (1 + layer)).astype(dtype) for layer in layers}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    writer = gguf.GGUFWriter(path, arch)
+    writer.add_string(f"{arch}.model_hint", "llama")
+    writer.add_uint32(f"{arch}.layer_count", len(directions))
+    for layer, direction in directions.items():
+        writer.add_tensor(names.format(layer), direction)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return directions

@@ -1,4 +1,4 @@
-"""The commands import hatcat, probelab, probekit, steerkit, saelens, hallucination, safetensors.
+"""The commands import hatcat, probelab, probekit, steerkit, saelens, hallucination, lie-detectors, repeng, safetensors.
 
     probemon import hatcat lens_packs/mine packs/mine --site resid_post.15 --normalize layernorm
 
@@ -47,6 +47,15 @@ Normalize = Annotated[
 Name = Annotated[str | None, typer.Option(help="Name of the pack. Default: that of its folder.")]
 Licence = Annotated[str, typer.Option(help="Licence of the probes.")]
 Model = Annotated[str | None, typer.Option(help="The model's name on the hub, if it is not in the files.")]
+Sharpness = Annotated[
+    float,
+    typer.Option(
+        help=(
+            "Multiplies the logits, by 0.001 to 1000: under 1 keeps strong scores apart. It does not change where"
+            " probes fire."
+        )
+    ),
+]
 Json = Annotated[bool, typer.Option("--json", help="One JSON object: what was imported, with every note about it.")]
 
 NOT_STATED = "not stated"
@@ -192,15 +201,7 @@ def saelens(
         float | None,
         typer.Option(help="The factor on states of 'expected_average_only_in', which is not in the files."),
     ] = None,
-    sharpness: Annotated[
-        float,
-        typer.Option(
-            help=(
-                "Multiplies the logits, by 0.001 to 1000: under 1 keeps strong activations apart. It does not"
-                " change where probes fire."
-            )
-        ),
-    ] = 1.0,
+    sharpness: Sharpness = 1.0,
     name: Name = None,
     licence: Licence = NOT_STATED,
     model: Model = None,
@@ -214,7 +215,7 @@ def saelens(
     pack = import_sae(
         source,
         target,
-        features=_numbers(features),
+        features=None if features is None else _ranges("--features", features),
         names=_labels(names),
         site=site,
         centered=centered,
@@ -258,6 +259,47 @@ def hallucination(
     )
 
 
+@importing.command("lie-detectors")
+def lie_detectors(
+    source: Source,
+    target: Target,
+    sharpness: Sharpness = 1.0,
+    name: Name = None,
+    licence: Licence = NOT_STATED,
+    model: Model = None,
+    overwrite: opt.OverwritePack = False,
+    as_json: Json = False,
+) -> None:
+    """Import deception probes of lie-detectors (AISI): a .pt file, a folder of them, or a repository's folder."""
+    from probemon.lab.importers.lie_detectors import import_lie_detectors
+
+    options: dict[str, Any] = {"name": name, "licence": licence, "model": model, "overwrite": overwrite}
+    _report_manifest(import_lie_detectors(source, target, sharpness=sharpness, **options), as_json)
+
+
+@importing.command()
+def repeng(
+    source: Source,
+    target: Target,
+    layers: Annotated[str, typer.Option(help="Layers whose directions become probes, from 0: 12,16,20-24.")],
+    sharpness: Sharpness = 1.0,
+    n_layers: Annotated[int | None, typer.Option(help="Layers of the model, if files hold only some.")] = None,
+    name: Name = None,
+    licence: Licence = NOT_STATED,
+    model: Model = None,
+    overwrite: opt.OverwritePack = False,
+    as_json: Json = False,
+) -> None:
+    """Import control vectors of repeng: a .gguf file, or a folder of them. Each direction becomes a probe."""
+    from probemon.lab.importers.repeng import import_control_vector
+
+    options: dict[str, Any] = {"name": name, "licence": licence, "model": model, "overwrite": overwrite}
+    pack = import_control_vector(
+        source, target, layers=_ranges("--layers", layers), sharpness=sharpness, n_layers=n_layers, **options
+    )
+    _report_manifest(pack, as_json)
+
+
 @importing.command()
 def safetensors(
     source: Source,
@@ -272,7 +314,7 @@ def safetensors(
     overwrite: opt.OverwritePack = False,
     as_json: Json = False,
 ) -> None:
-    """Import probes from any safetensors file, with a small mapping of yours."""
+    """Import probes from any safetensors file, index of several or .npz, with a small mapping of yours."""
     from probemon.lab.importers.generic import import_safetensors
 
     _report_manifest(
@@ -296,19 +338,17 @@ def _labels(path: Path | None) -> dict[int, str] | None:
     return {int(key): value for key, value in content.items()}
 
 
-def _numbers(text: str | None) -> Iterator[int] | None:
-    if text is None:
-        return None
+def _ranges(option: str, text: str) -> Iterator[int]:
     ranges: list[range] = []
     for part in text.split(","):
         first, dash, last = (piece.strip() for piece in part.partition("-"))
         if not _is_number(first) or (dash and not _is_number(last)):
             raise ConfigError(
-                f"--features {text!r}: {part.strip()!r} is neither a number nor a range: write 3,17,100-120"
+                f"{option} {text!r}: {part.strip()!r} is neither a number nor a range: write 3,17,100-120"
             )
         ranges.append(range(int(first), int(last if dash else first) + 1))
         if not ranges[-1]:
-            raise ConfigError(f"--features {text!r}: {part.strip()!r} is backwards: write the smaller number first")
+            raise ConfigError(f"{option} {text!r}: {part.strip()!r} is backwards: write the smaller number first")
     return itertools.chain(*ranges)
 
 

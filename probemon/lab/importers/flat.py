@@ -31,7 +31,7 @@ from probemon.lab.importers.foreign_files import as_path
 from probemon.packs.files import check_target
 from probemon.packs.pack import ProbePack
 from probemon.packs.widen import smallest_common, widen
-from probemon.util.checks import is_missing, is_number
+from probemon.util.checks import check_number, is_missing, is_number
 
 Layer = tuple[Tensor, Tensor]
 MAX_PACK_BYTES = 8 << 30  # of fp32 weights; in memory several times
@@ -270,6 +270,12 @@ def _check_norm(normalize: str | None) -> None:
             f"normalize is {normalize!r}: give one of {choices}, what was done to the states that the probes were"
             " trained on"
         )
+
+
+def check_factor(name: str, factor: object, low: float = 1e-3, high: float = 1e3) -> None:
+    """Raise `ImportRefused` for a factor on logits beyond which fp32 scores are all 0.5, or all 0 and 1."""
+    remedy = f"give a number from {low:g} to {high:g}, so that scores can differ"
+    check_number(name, factor, low=low, high=high, remedy=remedy, error=ImportRefused)
 
 
 def write_flat(

@@ -18,12 +18,14 @@ from torch import Tensor
 
 from probemon.errors import ImportRefused
 from probemon.lab.importers import weights
+from probemon.lab.importers.kinds import JSON, check_kind, instead
+from probemon.util.file_kinds import GGUF, PICKLE, SAFETENSORS, TORCH, ZIP
 from probemon.util.files import sha256
 from probemon.util.strict_json import RepeatedKey, loads, no_constant
 
 MAX_BYTES = 8 << 30
 _LARGEST = 1e300  # JSON integers can be larger than any float
-_PICKLES = (".pkl", ".pickle", ".joblib", ".dill", ".cloudpickle")
+_KINDS = {".pt": (TORCH, PICKLE, ZIP), ".safetensors": (SAFETENSORS,), ".gguf": (GGUF,)}  # of files by suffix
 
 
 def named_files(source: str | Path | Mapping[str, str | Path], suffix: str) -> dict[str, Path]:
@@ -35,17 +37,13 @@ def named_files(source: str | Path | Mapping[str, str | Path], suffix: str) -> d
     elif as_path(source, "the source, a file, a folder or a dict of files by concept,").is_dir():
         files = {path.stem: path for path in weights.Folder(source).files(suffix=suffix)}
         if not files:
-            names = sorted(path.name for path in Path(source).iterdir())
-            for name in names:
-                _no_pickle(Path(name))
             raise ImportRefused(
-                f"{source} holds no {suffix} file{f' (it holds {names[0]})' if names else ''}: give the folder that the"
-                " probes were saved to"
+                f"{source} holds no {suffix} file: {instead(Path(source))}give the folder that the probes were saved to"
             )
     else:
         files = {Path(source).stem: Path(source)}
     for path in files.values():
-        _check_file(path)
+        _check_file(path, MAX_BYTES, *_KINDS[suffix])
     return files
 
 
@@ -58,22 +56,14 @@ def hashes(files: Mapping[str, Path]) -> dict[str, str]:
     }
 
 
-def _check_file(path: Path, max_bytes: int = MAX_BYTES) -> None:
-    _no_pickle(path)
+def _check_file(path: Path, max_bytes: int, *kinds: str) -> None:
     weights.check_file(path, max_bytes)
+    check_kind(path, *kinds)
 
 
-def _no_pickle(path: Path) -> None:
-    if path.suffix.lower() in _PICKLES:
-        raise ImportRefused(
-            f"{path} is a pickle, and loading one runs what is in it: load it yourself where you trust it, and hand"
-            " over the objects (probemon.lab.importers.sklearn, .generic)"
-        )
-
-
-def read_json(path: Path) -> Any:
-    """Read a JSON file. Raises `ImportRefused`."""
-    _check_file(path, weights.MAX_JSON_BYTES)
+def read_json(path: Path, kind: str = JSON) -> Any:
+    """Read a JSON file, of a `kind`. Raises `ImportRefused`."""
+    _check_file(path, weights.MAX_JSON_BYTES, kind)
     try:
         text = path.read_bytes().decode("utf-8-sig")
     except (OSError, ValueError) as error:
@@ -95,8 +85,7 @@ def read_safetensors(
     path: Path, wanted: Callable[[str], bool] = lambda name: True
 ) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Read the wanted tensors, and the metadata. Raises `ImportRefused`."""
-    _check_file(path)
-    weights.check_is_safetensors(path)
+    _check_file(path, MAX_BYTES, SAFETENSORS)
     try:
         with safetensors.safe_open(path, framework="pt") as file:
             return {name: file.get_tensor(name) for name in file.keys() if wanted(name)}, dict(file.metadata() or {})  # noqa: SIM118 (not a dict)

@@ -26,7 +26,8 @@ from torch import Tensor
 from probemon.core.probes import NORMS
 from probemon.errors import ImportRefused
 from probemon.lab.importers.flat import Classifier, ImportOptions, Layer, check_options, check_total, linear, write_flat
-from probemon.lab.importers.foreign_files import as_path, field, read_json, read_safetensors, tensor_of
+from probemon.lab.importers.foreign_files import as_path, field, read_json, tensor_of
+from probemon.lab.importers.tensor_files import TensorFile
 from probemon.packs.pack import ProbePack
 from probemon.util.files import sha256
 
@@ -117,7 +118,9 @@ def import_safetensors(
     normalize: str | None = None,
     **about: Unpack[ImportOptions],
 ) -> ProbePack:
-    """Write the probes of a safetensors file as a pack. `mapping`: a JSON file, or a dict.
+    """Write probes of a safetensors file, of its index (`*.safetensors.index.json`) or of an `.npz` as a pack.
+
+    `mapping`: a JSON file, or a dict.
 
     `row` is of weight and bias, a missing bias is 0, `standardize` names tensors `[D]` for `(state - mean) / scale`.
     Arguments override the mapping, except a probe's `site`. Raises `ImportRefused`, `UnknownSetting`.
@@ -128,7 +131,7 @@ def import_safetensors(
     entries = dict(mapping) if isinstance(mapping, Mapping) else read_json(Path(mapping))
     _only(entries, _MAPPING, where)
     listed = field(entries, "probes", dict, where)
-    tensors, _ = read_safetensors(path)
+    tensors = TensorFile(path)
     probes = [_probe(name, entry, tensors, path, where) for name, entry in listed.items()]
     check_total(probes)
     if "standardize" in entries:
@@ -149,10 +152,10 @@ def import_safetensors(
     return write_flat(
         target,
         probes,
-        source="a safetensors file",
+        source="a file of tensors",
         site=place,
         normalize=normalize,
-        files={path.name: sha256(path)},
+        files={file.name: sha256(file) for file in tensors.read},
         stated=stated,
         **{**mapped_options, **about},
     )

@@ -13,6 +13,7 @@ from typing import Unpack
 from probemon.errors import ImportRefused
 from probemon.lab.importers.flat import ImportOptions, check_options, linear, write_flat
 from probemon.lab.importers.foreign_files import as_path, field, only_tensors, tensor_of
+from probemon.lab.importers.kinds import instead
 from probemon.lab.importers.weights import Folder, load_state_dict
 from probemon.packs.pack import ProbePack
 from probemon.util.files import sha256
@@ -39,7 +40,7 @@ def import_head(
     source = Folder(as_path(folder, "the folder of the head"))
     where, config = source.inside(CONFIG), source.json(CONFIG)
     if config is None:
-        raise ImportRefused(f"{where} is missing: give the folder that the probe was saved to")
+        raise ImportRefused(f"{where} is missing: {instead(source.path)}give the folder that the probe was saved to")
     layer = field(config, "layer_idx", int, where)
     if layer < 0:
         raise ImportRefused(f"{where}: layer_idx is {layer}: a layer is counted from 0")

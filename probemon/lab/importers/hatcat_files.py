@@ -18,6 +18,7 @@ from typing import Any
 
 from probemon.errors import ImportRefused
 from probemon.lab.importers.hatcat_tree import MAX_LEVEL, Graph, Node, key_of, levels_by_name, node_of
+from probemon.lab.importers.kinds import instead
 from probemon.lab.importers.report import Notes
 from probemon.lab.importers.weights import MAX_BYTES, Folder, load_bank
 
@@ -240,8 +241,8 @@ class ProbeFolder:
             stored_names.add(name)
         if not stored:
             raise ImportRefused(
-                f"{self.folder.path} holds no probes: expected layer0/Name.pt and so on, banks/, probes/activation/ or"
-                " activation_lenses/ in it"
+                f"{self.folder.path} holds no probes: {instead(self.folder.path)}expected layer0/Name.pt and so on,"
+                " banks/, probes/activation/ or activation_lenses/ in it"
             )
         return stored
 

@@ -27,6 +27,8 @@ STORAGES = {
     "BoolStorage": torch.bool,
 }  # fmt: skip
 _CALLS = ("collections OrderedDict", "torch._utils _rebuild_tensor_v2", "torch._utils _rebuild_parameter")
+# Enums of lie-detectors' checkpoints; a member is read as its value, a text. Published files name the first.
+_ENUMS = ("deception.detectors.utils.types ProbeArchitecture", "lie_detectors.types ProbeArchitecture")
 _PUSH_ARGUMENT = {
     "BINUNICODE", "SHORT_BINUNICODE", "BININT", "BININT1", "BININT2", "LONG1", "BINFLOAT",
 }  # fmt: skip
@@ -50,7 +52,7 @@ class Storage:
 
 def _is_known(name: str) -> bool:
     module, _, word = name.partition(" ")
-    return name in _CALLS or (module == "torch" and word in STORAGES)
+    return name in _CALLS or name in _ENUMS or (module == "torch" and word in STORAGES)
 
 
 class Machine:
@@ -207,4 +209,6 @@ class Machine:
                 return self._tensor(*arguments)
             case Global("torch._utils _rebuild_parameter"), (Tensor() as tensor, *_):
                 return tensor
+            case Global(name), (str() as value,) if name in _ENUMS:
+                return value
         raise ImportRefused(f"{self._path}: its pickle calls what no state dict calls: {AGAIN}")

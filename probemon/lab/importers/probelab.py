@@ -62,8 +62,8 @@ def _read(name: str, path: Path) -> tuple[Classifier, dict[str, Any]]:
     saved = load_plain(path, MAX_BYTES)
     if not isinstance(saved, dict) or "class" not in saved:
         raise ImportRefused(
-            f"{path} is not a file of probelab, whose save writes 'class' and 'state_dict': probemon import safetensors"
-            " takes any safetensors file, with a mapping"
+            f"{path} is not a file of probelab, whose save writes 'class' and 'state_dict': probemon import"
+            " lie-detectors takes that project's, probemon import safetensors other tensors, with a mapping"
         )
     kind = field(saved, "class", str, path)
     if kind not in _SUPPORTED:

@@ -20,11 +20,11 @@ import torch
 from torch import Tensor
 
 from probemon.errors import ImportRefused
-from probemon.lab.importers.flat import ImportOptions, check_options, write_stacked
+from probemon.lab.importers.flat import ImportOptions, check_factor, check_options, write_stacked
 from probemon.lab.importers.foreign_files import as_path, field, read_safetensors, site_of, tensor_of
+from probemon.lab.importers.kinds import instead
 from probemon.lab.importers.weights import Folder
 from probemon.packs.pack import ProbePack
-from probemon.util.checks import check_number
 from probemon.util.files import sha256
 
 CONFIG, WEIGHTS = "cfg.json", "sae_weights.safetensors"
@@ -44,8 +44,6 @@ _ADDED_AS_GIVEN = re.compile(
     r"(distil)?gpt2|gpt-neo|pythia|(meta-)?llama-?[23]|tinyllama|mistral-|qwen-?(1\.5|2|2\.5|3)-", re.IGNORECASE
 )
 _NORMALISED_FIRST = re.compile(r"gemma-?[23]n?-|olmo-?[23]", re.IGNORECASE)
-# Beyond, fp32 scores are all 0.5, or all 0 and 1.
-_FACTORS = {"sharpness": (1e-3, 1e3), "activation_scale": (1e-6, 1e6)}
 _TINY = 1e-12
 _SLICE = 4096  # features at a time
 
@@ -79,25 +77,14 @@ def import_sae(
         raise ImportRefused(
             f"names is {names!r:.80}: give a dict of names by number of feature, such as {{17: 'cats'}}"
         )
-    for name, value in (
-        ("sharpness", sharpness),
-        ("activation_scale", 1.0 if activation_scale is None else activation_scale),
-    ):
-        least, most = _FACTORS[name]
-        check_number(
-            name,
-            value,
-            low=least,
-            high=most,
-            remedy=f"give a number from {least:g} to {most:g}, so that scores can differ",
-            error=ImportRefused,
-        )
+    check_factor("sharpness", sharpness)
+    check_factor("activation_scale", 1.0 if activation_scale is None else activation_scale, 1e-6, 1e6)
     if not isinstance(centered, bool | None):
         raise ImportRefused(f"centered is {centered!r:.80}: give True or False")
     source = Folder(as_path(folder, "the folder of the SAE"))
     where, config = source.inside(CONFIG), source.json(CONFIG)
     if config is None:
-        raise ImportRefused(f"{where} is missing: give the folder that SAE.save_model wrote")
+        raise ImportRefused(f"{where} is missing: {instead(source.path)}give the folder that SAE.save_model wrote")
     architecture = field(config, "architecture", str, where, "standard")
     settings = {**config, **(field(config, "metadata", dict, where, None) or {})}
     place = site_of(_site(settings, site, where), site, where)

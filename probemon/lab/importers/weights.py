@@ -22,8 +22,9 @@ import torch
 from torch import Tensor
 
 from probemon.errors import ImportRefused
+from probemon.lab.importers.kinds import check_kind, file_kind, in_folder, read_by
 from probemon.lab.importers.pickles import AGAIN, STORAGES, Global, Machine, Storage
-from probemon.util.file_kinds import GGUF, NPY, NPZ, PICKLE, SAFETENSORS, TORCH, kind_of
+from probemon.util.file_kinds import PICKLE, SAFETENSORS, TORCH, ZIP, kind_of
 from probemon.util.first_sentence import first_sentence
 from probemon.util.strict_json import RepeatedKey, loads
 
@@ -32,20 +33,6 @@ MAX_JSON_BYTES = 64 << 20
 _MAX_PICKLE_BYTES = 2 << 20
 _MAX_MEMBERS = 1 << 16
 _MAX_DIMS = 8
-_SAVE_TENSORS = "save its tensors by safetensors.torch.save_file"
-_REMEDIES = {  # by the kind of a file given as safetensors
-    NPZ: "write it as such by safetensors.numpy.save_file(dict(numpy.load(file)), 'probes.safetensors')",
-    NPY: "write it as such by safetensors.numpy.save_file({'probes': numpy.load(file)}, 'probes.safetensors')",
-    TORCH: (
-        "write it as such by safetensors.torch.save_file(torch.load(file, weights_only=True), 'probes.safetensors'),"
-        " where it holds tensors by name"
-    ),
-    GGUF: (
-        "read its tensors by gguf.GGUFReader, of llama.cpp's package gguf, and write them by"
-        " safetensors.numpy.save_file"
-    ),
-    PICKLE: "load it where you trust it, since loading runs what is in it, and save its tensors by save_file",
-}
 
 
 def load_state_dict(path: str | Path, max_bytes: int = MAX_BYTES) -> dict[str, Tensor]:
@@ -95,8 +82,9 @@ def load_plain(path: str | Path, max_bytes: int = MAX_BYTES) -> Any:
         if path.suffix == ".safetensors":
             from safetensors.torch import load_file
 
-            check_is_safetensors(path)
+            check_kind(path, SAFETENSORS)
             return load_file(path)
+        check_kind(path, TORCH, PICKLE, ZIP)
         with path.open("rb") as stream:
             data = stream.read(size)
         # Checked first: the zip's table takes ten times its size in memory.
@@ -113,18 +101,6 @@ def load_plain(path: str | Path, max_bytes: int = MAX_BYTES) -> Any:
         raise ImportRefused(f"{path} cannot be read ({type(error).__name__}: {first}): {AGAIN}") from error
 
 
-def check_is_safetensors(path: Path) -> None:
-    """Raise `ImportRefused` for a file of another kind."""
-    if path.name.endswith(".safetensors.index.json"):
-        raise ImportRefused(
-            f"{path} is the index of weights in several files, and holds none: give the file that its 'weight_map'"
-            " names for the probes, or merge the files (safetensors.torch.load_file each, save_file all of them in one)"
-        )
-    kind = kind_of(path)
-    if kind and kind != SAFETENSORS:
-        raise ImportRefused(f"{path} is {kind}, not safetensors: {_REMEDIES.get(kind, _SAVE_TENSORS)}")
-
-
 def check_file(path: Path, max_bytes: int) -> int:
     """Return the size of a regular file. Raises `ImportRefused` for others, and above `max_bytes`."""
     try:
@@ -135,9 +111,8 @@ def check_file(path: Path, max_bytes: int) -> int:
             f"{path} {'is not there' if missing else f'cannot be read ({error})'}: check the path"
         ) from None
     if not stat.S_ISREG(status.st_mode):
-        raise ImportRefused(
-            f"{path} is not a file{', but a folder' if stat.S_ISDIR(status.st_mode) else ''}: check the path"
-        )
+        folder = f", but a folder: {in_folder(path) or 'check the path'}" if stat.S_ISDIR(status.st_mode) else ""
+        raise ImportRefused(f"{path} is not a file{folder or ': check the path'}")
     if status.st_size > max_bytes:
         raise ImportRefused(
             f"{path} has {status.st_size:,} bytes, at most {max_bytes:,} are read: raise the bound if you trust it"
@@ -151,7 +126,9 @@ class Folder:
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         if not self.path.is_dir():
-            raise ImportRefused(f"{path} is not a folder: give the one that holds the probes")
+            kind = file_kind(self.path) if self.path.is_file() else ""
+            what, other = (f"{kind}, ", f"{read_by(kind)}; or ") if kind else ("", "")
+            raise ImportRefused(f"{path} is {what}not a folder: {other}give the one that holds the probes")
         self._real = self.path.resolve()
 
     def inside(self, *parts: str) -> Path:

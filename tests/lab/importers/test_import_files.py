@@ -108,7 +108,7 @@ def test_malicious_probes_are_refused_naming_what_they_would_run(tmp_path):
     (tmp_path / "folder").mkdir()
     (tmp_path / "folder/probe.joblib").write_bytes(b"")
     for source in ({"a": tmp_path / "probe.pkl"}, tmp_path / "probe.pkl", tmp_path / "folder"):
-        with pytest.raises(ImportRefused, match="is a pickle, and loading one runs what is in it: load it yourself"):
+        with pytest.raises(ImportRefused, match="a pickle, and loading one runs what is in it: load it yourself"):
             import_probelab(source, tmp_path / "pack", **READ)
 
 
@@ -662,7 +662,7 @@ def test_damaged_and_oversized_files_are_refused_before_reading(tmp_path, monkey
     whole = (tmp_path / "heads.safetensors").read_bytes()
     for bad in (b"", whole[:50], whole[:-10], b"\xff" * 8 + whole[8:]):
         (tmp_path / "bad.safetensors").write_bytes(bad)
-        with pytest.raises(ImportRefused, match="cannot be read as safetensors"):
+        with pytest.raises(ImportRefused, match=r"cannot be read as safetensors|is empty: fetch it again"):
             import_safetensors(tmp_path / "bad.safetensors", tmp_path / "pack", mapping=tmp_path / "heads.json")
     with open(tmp_path / "large.safetensors", "wb") as file:
         file.truncate((8 << 30) + 1)  # a hole: no disk, no time

@@ -30,15 +30,27 @@ def test_truncated_download_is_not_reported_as_an_attack(tmp_path, share):
 
 
 OTHERS = {
-    "probes.npz": (lambda path: np.savez(path, a=np.ones(3)), r"is arrays of NumPy \(\.npz\).*numpy\.load"),
-    "probes.npy": (lambda path: np.save(path, np.ones(3)), r"is an array of NumPy \(\.npy\).*numpy\.load"),
-    "probes.pt": (lambda path: torch.save({"a": torch.ones(3)}, path), r"is a file of torch\.save.*torch\.load"),
+    "probes.npz": (
+        lambda path: np.savez(path, a=np.ones(3)),
+        r"is arrays of NumPy \(\.npz\): probemon import safe",
+    ),
+    "probes.npy": (lambda path: np.save(path, np.ones(3)), r"is an array of NumPy \(\.npy\): save it by numpy\.savez"),
+    "probes.pt": (
+        lambda path: torch.save({"a": torch.ones(3)}, path),
+        r"is a file of torch\.save \(\.pt\): .*lie-det",
+    ),
     "probes.gguf": (
         lambda path: path.write_bytes(b"GGUF\x03\0\0\0" + bytes(64)),
-        "is tensors of llama.cpp.*GGUFReader",
+        "is tensors of llama.cpp.*: probemon import repeng",
     ),
-    "probes.h5": (lambda path: path.write_bytes(b"\x89HDF\r\n\x1a\n" + bytes(64)), "is HDF5"),
-    "model.safetensors.index.json": (lambda path: path.write_text('{"weight_map": {}}'), "index of weights in several"),
+    "probes.h5": (
+        lambda path: path.write_bytes(b"\x89HDF\r\n\x1a\n" + bytes(64)),
+        "is HDF5: no importer reads it",
+    ),
+    "model.safetensors.index.json": (
+        lambda path: path.write_text('{"weight_map": {}}'),
+        "index of weights in several",
+    ),
     "probes.bin": (lambda path: path.write_bytes(b"some other format" * 9), "give a file that safetensors"),
 }
 

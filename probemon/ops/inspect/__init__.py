@@ -10,6 +10,6 @@ try:
     from probemon.ops.inspect.provider import WatchedModel as WatchedModel
     from probemon.ops.inspect.scorer import concept_fired as concept_fired
 except ModuleNotFoundError as error:
-    if error.name != "inspect_ai":
+    if error.name not in ("anyio", "inspect_ai"):
         raise
     raise MissingExtra("evals need inspect-ai: pip install 'probemon[inspect]'") from error

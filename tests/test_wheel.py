@@ -106,6 +106,7 @@ def test_wheel_metadata_names_authors_extras_and_entry_point(installed):
     assert not any("llama" in line or "Requires-Dist: llm" in line for line in metadata)
     assert (folder / "entry_points.txt").read_text() == (
         "[console_scripts]\nprobemon = probemon.cli:main\n\n"
+        "[inspect_ai]\nprobemon = probemon.ops.inspect\n\n"
         "[vllm.endpoint_plugins]\nprobemon = probemon.ops.vllm.plugin:Endpoints\n\n"
         "[vllm.general_plugins]\nprobemon = probemon.ops.vllm.plugin:watch_engines\n"
     )

@@ -45,6 +45,7 @@ _ELSEWHERE = (*_PLAIN, ".yaml", ".yml", ".ipynb", ".parquet")  # JSON in these i
 _SEPARATORS = {",": "commas", ";": "semicolons", "\t": "tabs", "|": "pipes"}
 _MARKS = {b"\xef\xbb\xbf": "utf-8", b"\xff\xfe": "utf-16-le", b"\xfe\xff": "utf-16-be"}  # byte order marks
 _LOG_BEGIN = re.compile(rb'\{\s*"version":\s*\d+,\s*"status":\s*"\w+",\s*"eval":\s*\{')
+_IN_CHUNKS = re.compile(r"_epoch_\d+/sample\.json$")  # what a sample has besides lists of messages and events
 _LINE_OF_SEVERAL = re.compile(rb"[^\n]*\]\s*\n\s*\S")  # an array that is only the first row of JSON lines
 
 
@@ -322,6 +323,8 @@ def _log(path: Path) -> Iterator[Row]:
         with zipfile.ZipFile(path) as archive:
             members = {member.filename: member for member in archive.infolist()}  # the last of a name counts
             samples = [name for name in members if name.startswith("samples/") and name.endswith(".json")]
+            if any(map(_IN_CHUNKS.search, samples)):
+                raise ConfigError(f"{path.name} has samples in chunks: give the log that it was converted from")
             for name in samples:
                 where = f"{path.name}, {name}"
                 yield _object(_parsed(_member(path, archive, members[name], where), where), where)

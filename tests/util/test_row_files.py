@@ -314,6 +314,10 @@ def test_a_sample_of_several_zstd_frames_is_whole(tmp_path, monkeypatch):
     [
         (zip_of({"header.json": b"{}"}), "without samples: give one"),
         (zip_of(MEMBERS)[:-30], "no whole inspect-ai log (File is not a zip file): write it by inspect log convert"),
+        (
+            zip_of({"samples/1_epoch_1/sample.json": b"{}", "samples/1_epoch_1/messages/0.json": b"[]"}),
+            "in chunks: give the log",
+        ),
         (zip_of(MEMBERS, method=14), "log.eval"),
         (zip_of(MEMBERS, method=77), "not supported"),
         (zip_of(MEMBERS, method=0, flags=1), "encrypted"),

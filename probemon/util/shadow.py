@@ -7,6 +7,7 @@ with ExitStack() as stack:
 from __future__ import annotations
 
 import functools
+import threading
 import weakref
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -19,6 +20,7 @@ class Owner(Protocol):
     open: bool
 
 
+_CHANGING = threading.RLock()  # runs of several threads patch one model; calls of its methods need no lock
 # Each patch's owner, and the method below.
 _SHADOWS: weakref.WeakKeyDictionary[Any, tuple[Owner, Any]] = weakref.WeakKeyDictionary()
 
@@ -42,6 +44,11 @@ def is_shadowed_by(owner: Owner, target: Any, name: str) -> bool:
 
 def shadow(stack: ExitStack, owner: Owner, target: Any, name: str, around: Callable[..., Any]) -> None:
     """Patch a method of `target` with `around(original, ...)` until `stack` closes. Owners may close in any order."""
+    with _CHANGING:
+        stack.callback(_patch(owner, target, name, around))
+
+
+def _patch(owner: Owner, target: Any, name: str, around: Callable[..., Any]) -> Callable[[], None]:
     attributes = vars(target)
     original, previous = getattr(target, name), attributes.get(name)
 
@@ -51,16 +58,17 @@ def shadow(stack: ExitStack, owner: Owner, target: Any, name: str, around: Calla
         return around(original, *args, **kwargs) if owner.open else original(*args, **kwargs)
 
     def restore() -> None:
-        if attributes.get(name) is not method:
-            return
-        below = previous
-        while below is not None and below in _SHADOWS and not _SHADOWS[below][0].open:
-            below = _SHADOWS[below][1]  # a closed owner could not remove it
-        if below is None:
-            del attributes[name]
-        else:  # no deletion first: a generating thread would miss it
-            attributes[name] = below
+        with _CHANGING:
+            if attributes.get(name) is not method:
+                return
+            below = previous
+            while below is not None and below in _SHADOWS and not _SHADOWS[below][0].open:
+                below = _SHADOWS[below][1]  # a closed owner could not remove it
+            if below is None:
+                del attributes[name]
+            else:  # no deletion first: a generating thread would miss it
+                attributes[name] = below
 
     _SHADOWS[method] = (owner, previous)
     attributes[name] = method
-    stack.callback(restore)
+    return restore

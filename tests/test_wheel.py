@@ -1,6 +1,7 @@
 """The built wheel works alone: it holds the default pack, and `probemon watch demo` runs from any folder."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -59,9 +60,10 @@ def installed(archive, tmp_path_factory):
 def test_transformers_newer_than_the_tested_one_is_excluded():
     wanted = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
     (bounds,) = (Requirement(line).specifier for line in wanted if line.startswith("transformers"))
-    pins = dict(line.split("==") for line in (ROOT / "constraints.txt").read_text().split() if "==" in line)
-    major, minor, _ = map(int, pins["transformers"].split("."))
-    assert bounds.contains(f"{major}.{minor}.99")
+    script = (ROOT / "scripts/benchmarks/test_versions.sh").read_text()
+    oldest, newest = re.search(r"^oldest=(\S+) newest=(\S+) ", script, re.MULTILINE).groups()
+    major, minor, _ = map(int, newest.split("."))
+    assert bounds.contains(f"{major}.{minor}.99") and bounds.contains(oldest) and not bounds.contains("4.99")
     assert not bounds.contains(f"{major}.{minor + 1}.0")
 
 
@@ -96,6 +98,12 @@ def test_wheel_without_the_pack_reports_it(installed, tmp_path):
     assert done.stderr == (
         "probemon: the pack wordnet-smollm2-135m is not in this installation of probemon: install probemon again\n"
     )
+
+
+def test_triton_is_wanted_by_its_extra_alone():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = {name for name, wanted in project["optional-dependencies"].items() if any("triton" in x for x in wanted)}
+    assert not any("triton" in line for line in project["dependencies"]) and extras == {"triton", "dev"}
 
 
 def test_wheel_metadata_names_authors_extras_and_entry_point(installed):

@@ -3,7 +3,6 @@
 n_cached(cache, given)             # before a forward with these arguments
 counted_columns(cache)
 check_layers(cache, model)
-given_cache(given)
 filled_cache(output, given)
 """
 
@@ -16,7 +15,7 @@ from transformers import Cache, StaticCache
 from transformers.cache_utils import DynamicLayer
 
 from probemon.errors import AlignmentError, UnsupportedDecoding
-from probemon.host.internals import cache_layers, decoder_cache
+from probemon.host.internals import cache_among, cache_layers, counts_columns, decoder_cache
 from probemon.host.model import text_config
 
 
@@ -38,21 +37,12 @@ def n_cached(cache: Any, given: Mapping[str, Any]) -> int:
 
 def counted_columns(cache: Any) -> int:
     """Columns in a cache; 0 if it does not count them (recurrent layers only)."""
-    try:
-        return 0 if cache is None else int(cache.get_seq_length())
-    except ValueError:
-        return 0
-
-
-def given_cache(given: Mapping[str, Any]) -> Any:
-    """Return the cache among a forward's arguments, or None."""
-    cache = given.get("past_key_values")
-    return given.get("cache_params") if cache is None else cache
+    return int(cache.get_seq_length()) if counts_columns(cache) else 0
 
 
 def filled_cache(output: Any, given: Any) -> Any:
     """Return the cache in a decoder's output, else `given`: some models do not return it."""
-    returned = given_cache(output) if isinstance(output, Mapping) else None
+    returned = cache_among(output) if isinstance(output, Mapping) else None
     parts = output if isinstance(output, tuple) else ()
     return next((part for part in parts if isinstance(part, Cache)), given) if returned is None else returned
 

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from probemon.errors import AlignmentError
-from probemon.host.internals import COMPILED_CALL, keep_address, patch_compiled_call
+from probemon.host.internals import COMPILED_CALL, cache_among, keep_address, patch_compiled_call
 from probemon.host.model import compiled_parts, is_encoder_decoder
 from probemon.util.shadow import Owner, shadow
 
@@ -215,6 +215,6 @@ def _of_decoder(arguments: Mapping[str, Any]) -> dict[str, Any]:
     renamed = {name.removeprefix("decoder_"): value for name, value in arguments.items() if name.startswith("decoder_")}
     return {
         **renamed,
-        "past_key_values": arguments.get("past_key_values"),
+        "cache": cache_among(arguments),
         "cache_position": arguments.get("cache_position"),
     }

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from itertools import chain
 from operator import methodcaller
 from types import CodeType, FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -26,10 +26,13 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.hooks import RemovableHandle
-from transformers import PreTrainedModel
 from transformers.generation.candidate_generator import CandidateGenerator
+from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from probemon.util.shadow import Owner, shadow, unshadowed
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 # -- torch ---------------------------------------------------------------------------------------
 
@@ -423,6 +426,8 @@ def patch_compiled_call(stack: ExitStack, owner: Owner, model: Any, around: Call
 
 def generates_of_thread() -> Iterator[tuple[FrameType, PreTrainedModel]]:
     """Yield this thread's `generate()` frames and models, innermost first."""
+    from transformers import PreTrainedModel  # brings torch._dynamo, which a model has imported anyway
+
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if frame.f_code.co_name == "generate":
@@ -434,6 +439,8 @@ def generates_of_thread() -> Iterator[tuple[FrameType, PreTrainedModel]]:
 
 def proposes_tokens() -> bool:
     """Return whether this thread's innermost `generate()` is in `get_candidates`, which drafts tokens for it."""
+    from transformers import PreTrainedModel
+
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         name = frame.f_code.co_name
@@ -448,6 +455,31 @@ def proposes_tokens() -> bool:
 
 
 # -- transformers: caches ------------------------------------------------------------------------
+
+CACHE_NAMES = ("cache", "past_key_values", "cache_params")  # since 5.24, before, and before in Mamba's models
+
+# The one among them that the models of this transformers take and return.
+CACHE_NAME = next(name for name in CACHE_NAMES if name in BaseModelOutputWithPast.__dataclass_fields__)
+
+
+def cache_among(values: Mapping[str, Any]) -> Any:
+    """Return the cache among the arguments or the output of `generate()`, a model or a layer, or None."""
+    names = list(values)  # an output of 5.24 answers `in` and `get` for the older names, too, and logs it
+    return next((values[name] for name in CACHE_NAMES if name in names and values[name] is not None), None)
+
+
+def counts_columns(cache: Any) -> bool:
+    """True if a cache counts its columns; one with recurrent layers only does not."""
+    try:
+        return hasattr(cache, "get_seq_length") and cache.get_seq_length() is not None
+    except ValueError:
+        return False
+
+
+def recurrent_state_among(values: Mapping[str, Any]) -> Any:
+    """Return the cache among arguments if it does not count its columns, or None."""
+    cache = cache_among(values)
+    return None if counts_columns(cache) else cache
 
 
 def decoder_cache(cache: Any) -> Any:

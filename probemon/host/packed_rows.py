@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from probemon.host.internals import attention_kind, is_stateful
+from probemon.host.internals import attention_kind, cache_among, is_stateful
 
 
 def sequence_starts(host: Any, inputs: Mapping[str, Any]) -> Tensor | None:
@@ -45,7 +45,7 @@ def goes_on_in_cache(host: Any, inputs: Mapping[str, Any]) -> bool:
     use_cache = inputs.get("use_cache")
     if use_cache is None:
         use_cache = getattr(host.config, "use_cache", False)
-    return inputs.get("past_key_values") is not None or bool(use_cache)
+    return cache_among(inputs) is not None or bool(use_cache)
 
 
 def is_flash(host: Any) -> bool:

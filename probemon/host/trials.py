@@ -7,7 +7,7 @@ with isolated():
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
@@ -17,10 +17,11 @@ from torch import Tensor, nn
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 
 from probemon.errors import UnsupportedModel
+from probemon.host.internals import CACHE_NAMES
 from probemon.host.model import find_layers, is_encoder_decoder, site_module
 from probemon.host.twin import VOCABULARY, own_randomness
 
-CACHES = ("past_key_values", "cache_params", "state", "mems", "past_buckets_states")  # names in various models
+CACHES = (*CACHE_NAMES, "state", "mems", "past_buckets_states")  # names in various models
 PADDING_AFTER, MORE_AFTER, AGAIN = "padding after", "more after", "again"
 PADDING_BEFORE, GAP_AS_RUN = "padding before", "gap, as run"
 ROWS = ((1, 44, 3, 17, 8, 44, 3), (5, 9, 13, 7, 21, 22, 23))
@@ -178,7 +179,8 @@ def _logits(output: Any) -> Tensor:
 
 
 def _caches(output: Any) -> dict[str, Any]:
-    return {name: getattr(output, name) for name in CACHES if getattr(output, name, None) is not None}
+    names = list(output)  # an output of transformers 5.24 has the older names of its cache as attributes
+    return {name: output[name] for name in CACHES if name in names and output[name] is not None}
 
 
 def _truth(model: Any, ids: Tensor, row: int = 0) -> Tensor:
@@ -232,7 +234,7 @@ def _try_generate(model: Any, way: str) -> float:
         masked = range(0)
     if way.startswith("turn"):
         first_turn = model.generate(ids, **options)
-        options[_name_of_cache(model)] = list(_caches(first_turn).values())[0]
+        options |= _as_argument(model, _caches(first_turn))
         ids = torch.cat([first_turn.sequences, torch.tensor([[30, 31, 32]])], dim=1)
         options["attention_mask"] = torch.ones_like(ids)  # generated tokens may look like padding
     elif masked:
@@ -272,9 +274,10 @@ def _with_columns(ids: Tensor, columns: range) -> Tensor:
     return torch.cat([ids[:, : columns.start], padding, ids[:, columns.start :]], dim=1)
 
 
-def _name_of_cache(model: Any) -> str:
-    names = [name for name in CACHES if name in inspect.signature(model.forward).parameters]
-    return names[0] if names else CACHES[0]
+def _as_argument(model: Any, caches: Mapping[str, Any]) -> dict[str, Any]:
+    name, cache = next(iter(caches.items()))
+    parameters = inspect.signature(model.forward).parameters
+    return {next((other for other in CACHES if other in parameters), name): cache}
 
 
 def _distance_of_beams(model: Any, out: Any, width: int) -> float:

@@ -25,9 +25,9 @@ from probemon.core.scores import PROMPT, Gap
 from probemon.errors import AlignmentError, UnsupportedDecoding, UnsupportedModel
 from probemon.host.abilities import Abilities
 from probemon.host.adapters import rehearsal
-from probemon.host.cache import filled_cache, given_cache
+from probemon.host.cache import filled_cache
 from probemon.host.compiled import Bracket
-from probemon.host.internals import forget_hook_free_graphs
+from probemon.host.internals import cache_among, forget_hook_free_graphs
 from probemon.host.model import compiled_parts, find_layers, forget_compiled, hidden_size
 from probemon.host.placed_hooks import PlacedHook
 from probemon.host.site import Site
@@ -252,7 +252,7 @@ class DecoderHooks:
         if generation is None and self.plain.is_of_another_head(thread, forward, cache):
             self._threads.n_unwatched += 1
             return False
-        used_cache = given_cache(arguments)
+        used_cache = cache_among(arguments)
         if generation is None or generation.by_hand:
             self._check_abilities(forward, arguments)
         if generation is None:

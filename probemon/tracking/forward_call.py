@@ -10,6 +10,7 @@ from torch import Tensor
 
 from probemon.errors import UnsupportedDecoding
 from probemon.host.cache import check_layers, n_cached
+from probemon.host.internals import cache_among, recurrent_state_among
 from probemon.host.packed_rows import sequence_starts
 from probemon.tracking.align import DecoderForward, Ints
 from probemon.tracking.generation import Generation
@@ -20,7 +21,8 @@ def read_forward(given: Mapping[str, Any], generation: Generation | None, decode
 
     Raises `UnsupportedDecoding`, or `AlignmentError` for the cache of an interrupted forward.
     """
-    ids, cache = given.get("input_ids"), given.get("past_key_values")
+    ids, state = given.get("input_ids"), recurrent_state_among(given)
+    cache = cache_among(given) if state is None else None
     if cache is not None and (generation is None or generation.by_hand):  # generate() was checked earlier
         check_layers(cache, decoder)
     start = 0 if cache is None else n_cached(cache, given)
@@ -31,13 +33,13 @@ def read_forward(given: Mapping[str, Any], generation: Generation | None, decode
                 " embeddings of them by itself: use generate()), or detach"
             )
         ids = generation.ids_of_embeds(given["inputs_embeds"], start)
-    if given.get("cache_params") is not None:  # does not count its tokens
+    if state is not None:  # does not count its tokens
         if generation is None or (generation.ids is None and not generation.by_hand):
             raise UnsupportedDecoding(
                 "a plain forward on a recurrent state does not say which tokens went before: use generate(), or no"
                 " cache"
             )
-        if generation.prompt.n_beams > 1 and not hasattr(given["cache_params"], "reorder_cache"):
+        if generation.prompt.n_beams > 1 and not hasattr(state, "reorder_cache"):
             raise UnsupportedDecoding(
                 "beam search on a recurrent state is not supported with this version of transformers: it does not"
                 " reorder the state with its beams, so the model's own answer is wrong too. Upgrade transformers, or"

@@ -25,12 +25,18 @@ from transformers import (
     StaticCache,
     UnbatchedClassifierFreeGuidanceLogitsProcessor,
 )
-from transformers.generation import GenerationMixin
 from transformers.generation.configuration_utils import GenerationMode
 
 from probemon.errors import ConfigError, UnsupportedDecoding
 from probemon.host.cache import check_layers, counted_columns
-from probemon.host.internals import attention_kind, cache_layers, decoder_cache, generation_config, tensors_of
+from probemon.host.internals import (
+    attention_kind,
+    cache_among,
+    cache_layers,
+    decoder_cache,
+    generation_config,
+    tensors_of,
+)
 from probemon.host.model import is_encoder_decoder
 from probemon.host.trials import CACHES
 
@@ -75,6 +81,8 @@ def read_call(model: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Gen
     Raises `UnsupportedDecoding`, `ConfigError` for an empty prompt, `AlignmentError` for an interrupted forward's
     cache.
     """
+    from transformers.generation import GenerationMixin  # brings torch._dynamo, which a model has imported anyway
+
     if type(model).generate is not GenerationMixin.generate:
         raise UnsupportedDecoding(f"{type(model).__name__} has its own generate(): rows cannot be attributed")
     _refuse(
@@ -95,7 +103,7 @@ def read_call(model: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Gen
         " prompt,",
         guided,
     )
-    cache = arguments.get("past_key_values")
+    cache = cache_among(arguments)
     allowed = EncoderDecoderCache if is_encoder_decoder(model) else (DynamicCache, StaticCache)
     _refuse(f"a cache of class {type(cache).__name__}", cache is not None and not isinstance(cache, allowed))
     _refuse("continuous batching (cache_implementation='paged')", arguments.get("cache_implementation") == "paged")
@@ -241,7 +249,7 @@ def _ways(
         without = {"padded, no cache": padded, "gap, no cache": gap, decoder_way: bool(decoder_way)}
         return frozenset(way for way, present in without.items() if present)
     used = any(_is_used(arguments.get(name)) for name in CACHES)
-    static = "static" in str(config.cache_implementation) or isinstance(arguments.get("past_key_values"), StaticCache)
+    static = "static" in str(config.cache_implementation) or isinstance(cache_among(arguments), StaticCache)
     needed = {
         "steps": not static,
         "static": static,

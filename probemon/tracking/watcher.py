@@ -26,6 +26,7 @@ from torch import Tensor
 from transformers import StoppingCriteriaList
 
 from probemon.errors import ConceptRaised, ConfigError, UnsupportedDecoding, UnsupportedModel
+from probemon.host.cache import filled_cache
 from probemon.host.changes import ModelMark
 from probemon.host.image_offsets import ImageOffsets
 from probemon.host.internals import patch_prepared_inputs, patch_stopping_criteria, proposes_tokens
@@ -246,7 +247,7 @@ class Watcher:
             self._hooks.check_seen(
                 recording, sequences, recording.offset, recording.offset + sequences.shape[1] - 1, generation
             )
-        self._offsets.note(prompt.cache if prompt.cache is not None else getattr(out, "past_key_values", None))
+        self._offsets.note(filled_cache(out, None) if prompt.cache is None else prompt.cache)
         self._keep_output(recording, sequences)
         self._reports.ended(recording, None)
         return out

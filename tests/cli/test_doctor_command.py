@@ -161,7 +161,7 @@ def test_untested_versions_and_too_many_threads_are_named(doctor, tiny, monkeypa
         code, answer, _ = doctor(tiny / "model", tiny / "pack", "--threads", too_many)
     finally:
         torch.set_num_threads(n_threads)
-    assert code == 1 and by_state(answer, "failed") == {"versions": "transformers is 5.99.0, <5.24,>=5.0 is needed"}
+    assert code == 1 and by_state(answer, "failed") == {"versions": "transformers is 5.99.0, <5.25,>=5.0 is needed"}
     assert by_state(answer, "warning")["threads"].startswith(f"{too_many} threads of torch on")
 
 

@@ -1,6 +1,7 @@
 """Each undocumented library feature that probemon.host.internals uses exists; a failure names what was dropped."""
 
 import copy
+import inspect
 import weakref
 from contextlib import ExitStack
 from types import SimpleNamespace
@@ -442,7 +443,27 @@ def test_decoder_cache_is_found_in_an_encoder_decoder_cache():
 @pytest.fixture
 def cache(model):
     with torch.no_grad():
-        return model(PROMPT, use_cache=True).past_key_values
+        return internals.cache_among(model(PROMPT, use_cache=True))
+
+
+@pytest.mark.parametrize("name", internals.CACHE_NAMES)
+def test_cache_is_found_by_the_name_of_each_version(model, cache, name):
+    assert internals.cache_among({"input_ids": PROMPT, "cache": None, name: cache}) is cache
+    assert internals.CACHE_NAME in inspect.signature(model.model.forward).parameters, "transformers: another name"
+    assert isinstance(cache, DynamicCache), "transformers: outputs hold their cache by another name"
+    with torch.no_grad():
+        assert internals.cache_among(model(PROMPT, use_cache=False)) is None
+
+
+def test_caches_of_recurrent_layers_count_no_columns(cache):
+    both = EncoderDecoderCache(cache, DynamicCache())
+    assert all(map(internals.counts_columns, (cache, both, DynamicCache()))) and not internals.counts_columns(None)
+    assert internals.recurrent_state_among({internals.CACHE_NAME: cache}) is None
+    config = MambaConfig(vocab_size=61, hidden_size=16, state_size=4, num_hidden_layers=1, time_step_rank=2)
+    with torch.no_grad():
+        out = MambaForCausalLM(config).eval()(PROMPT, use_cache=True)
+    state = internals.recurrent_state_among(out)
+    assert state is not None and state is internals.cache_among(out), "transformers: its state counts its tokens"
 
 
 def test_caches_have_layers(cache):
@@ -470,7 +491,7 @@ def test_tensors_of_a_cache_layer_are_found(cache):
     assert not any(map(internals.tensors_of, internals.cache_layers(DynamicCache())))
     if not OLDEST:
         config = MambaConfig(vocab_size=61, hidden_size=16, state_size=4, num_hidden_layers=1, time_step_rank=2)
-        state = MambaForCausalLM(config).eval()(PROMPT, use_cache=True).cache_params
+        state = internals.cache_among(MambaForCausalLM(config).eval()(PROMPT, use_cache=True))
         assert internals.tensors_of(internals.cache_layers(state)[0]), "transformers: recurrent layers show no tensors"
 
 

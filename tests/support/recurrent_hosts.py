@@ -4,6 +4,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from conftest import PAD
+from probemon.host.internals import cache_among
 
 SSM = {"mamba_n_heads": 4, "mamba_d_head": 8, "mamba_d_state": 6, "mamba_n_groups": 2, "mamba_expand": 2}
 SIZES = {"vocab_size": 61, "hidden_size": 16, "num_hidden_layers": 2, "pad_token_id": PAD, "bos_token_id": 1,
@@ -48,7 +49,7 @@ def make_host(kind, **changes):
 
 def cache_in(out):
     """The cache of a forward's output, by whichever name."""
-    return getattr(out, "cache_params", None) or out.past_key_values
+    return cache_among(out)
 
 
 def cache_of(host):
@@ -56,7 +57,7 @@ def cache_of(host):
     given = []
 
     def keep(module, args, kwargs):
-        cache = kwargs.get("cache_params", kwargs.get("past_key_values"))
+        cache = cache_among(kwargs)
         if cache is not None:
             given.append(cache)
 

@@ -27,10 +27,12 @@ from oracle import check, expected
 from probemon import DynamicProbeManager
 from probemon.errors import AlignmentError, ConfigError, UnsupportedDecoding, UnsupportedModel
 from probemon.host.compiled import Buffers
+from probemon.host.internals import CACHE_NAME
 from probemon.tracking.recording import BEFORE, LAST
 
 NO_EOS = {"eos_token_id": None, "pad_token_id": PAD}
 NO_TOKEN = 61  # beyond the vocabulary: an end that never comes, where transformers 5.0 cannot do without one
+NAMES_OF_CACHE = sorted({CACHE_NAME, "past_key_values"})  # 5.24 takes its own name, and the one of before
 PROMPT = torch.tensor([[1, 5, 9, 13, 7]])
 BATCH = torch.tensor([[PAD, PAD, 1, 5, 9], [1, 44, 3, 17, 8], [PAD, 1, 21, 22, 23]])
 BATCH_MASK = (BATCH != PAD).long()
@@ -155,18 +157,19 @@ def test_sequence_ended_by_a_criterion_goes_on_if_there_is_no_end_token(manager,
         check(manager, model, result, row, out[row], first, [(5 - first, 5)])
 
 
-def test_turn_after_a_cropped_cache_takes_no_position_twice(manager, model):
+@pytest.mark.parametrize("name", NAMES_OF_CACHE)
+def test_turn_after_a_cropped_cache_takes_no_position_twice(manager, model, name):
     cache = DynamicCache()
     with manager.attach(model) as run:
-        first = model.generate(PROMPT, max_new_tokens=6, do_sample=False, past_key_values=cache, **NO_EOS)
+        first = model.generate(PROMPT, max_new_tokens=6, do_sample=False, **{name: cache}, **NO_EOS)
         cache.crop(-3)  # seven of ten columns stay
         ids = torch.cat([first[:, :8], torch.tensor([[30, 31]])], dim=1)  # the same beginning, then another way
-        second = model.generate(ids, max_new_tokens=3, do_sample=False, past_key_values=cache, **NO_EOS)
+        second = model.generate(ids, max_new_tokens=3, do_sample=False, **{name: cache}, **NO_EOS)
         third = model.generate(
             torch.cat([second, PROMPT[:, :1]], dim=1),
             max_new_tokens=2,
             do_sample=False,
-            past_key_values=cache,
+            **{name: cache},
             **NO_EOS,
         )
     check(manager, model, run.result(second), 0, second[0].tolist(), 0, [(5, 2), (3, 2)])
@@ -270,12 +273,13 @@ def test_cache_filled_before_attaching_is_unseen(manager, model):
         assert result.scores.active(i).tolist() == scores.active(t).tolist()
 
 
-def test_plain_forwards_are_documents(manager, model):
+@pytest.mark.parametrize("name", NAMES_OF_CACHE)
+def test_plain_forwards_are_documents(manager, model, name):
     cache = DynamicCache()
     with manager.attach(model) as run, torch.no_grad():
         model(input_ids=BATCH, attention_mask=BATCH_MASK)
-        model(PROMPT[:, :3], past_key_values=cache)
-        model(input_ids=PROMPT[:, 3:], past_key_values=cache)
+        model(PROMPT[:, :3], **{name: cache})
+        model(input_ids=PROMPT[:, 3:], **{name: cache})
     result = run.result(BATCH)
     for row, first in enumerate([2, 0, 1]):
         check(manager, model, result, row, BATCH[row].tolist(), first, [(5 - first, 0)])
@@ -795,7 +799,7 @@ BEAMS = {
 @pytest.mark.parametrize("eos", [None, (3, 8, 17, 21, 30, 44)], ids=["to the limit", "ending early"])
 @pytest.mark.parametrize("name", BEAMS)
 def test_beams_are_resolved_at_the_end(manager, model, name, eos):
-    torch.manual_seed(9)
+    torch.manual_seed(6)
     options = {
         "do_sample": False,
         **BEAMS[name],

@@ -9,6 +9,7 @@ from conftest import HIDDEN, make_model, make_pack, n_hooks
 from corpora import make_tokenizer, random_texts
 from probemon import DynamicProbeManager
 from probemon.errors import AlignmentError, ProbemonError, UnsupportedModel
+from probemon.host.internals import CACHE_NAME
 from probemon.monitor.sinks import MemorySink
 
 PROMPT = torch.tensor([[1, 5, 9, 13, 7], [1, 4, 8, 3, 6]])
@@ -66,7 +67,7 @@ class Again(torch.nn.Module):
     def forward(self, hidden, *args, **kwargs):
         self.wait -= 1
         hidden = self.inner(hidden, *args, **kwargs)
-        return self.other[0](hidden, *args, **{**kwargs, "past_key_values": None}) if self.wait < 0 else hidden
+        return self.other[0](hidden, *args, **{**kwargs, CACHE_NAME: None}) if self.wait < 0 else hidden
 
 
 def bent(bend, first=0):

@@ -13,6 +13,7 @@ from probemon.adapters.bem.measures import Measures
 from probemon.adapters.bem.sites import Site
 from probemon.adapters.bem.state import ControllerState
 from probemon.errors import AlignmentError, UnsupportedDecoding
+from probemon.host.internals import recurrent_state_among
 
 
 @dataclass(eq=False)
@@ -60,9 +61,9 @@ class Steered(nn.Module):
 
 def check_no_recurrent_state(inputs: Mapping[str, Any]) -> None:
     """Raises `UnsupportedDecoding` for a recurrent state: where sequences begin is unknown."""
-    if inputs.get("cache_params") is not None:
+    if recurrent_state_among(inputs) is not None:
         raise UnsupportedDecoding(
-            "a recurrent state in place of a cache (cache_params) is not supported under an adapter: it does not"
+            "a recurrent state in place of a cache is not supported under an adapter: it does not"
             " say where each sequence begins. Give one sequence per row, or detach"
         )
 

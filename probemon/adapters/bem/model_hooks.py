@@ -39,8 +39,10 @@ from probemon.adapters.bem.state import ControllerState, States
 from probemon.adapters.bem.update import generated_update
 from probemon.errors import BemError, BemStateError, UnsupportedDecoding, UnsupportedModel
 from probemon.host.adapters import OWN
-from probemon.host.cache import n_cached
+from probemon.host.cache import filled_cache, n_cached
 from probemon.host.internals import (
+    cache_among,
+    counts_columns,
     forget_hook_free_graphs,
     has_forward_hooks,
     patch_compiled_call,
@@ -193,8 +195,8 @@ class ModelHooks:
         thread.forward = None
         inputs = {**dict(zip(self._signature, args, strict=False)), **kwargs}
         checkpointed = self._checkpoints.used(decoder)
-        cache = inputs.get("past_key_values")
-        start = 0 if cache is None else n_cached(cache, inputs)
+        cache = cache_among(inputs)
+        start = n_cached(cache, inputs) if counts_columns(cache) else 0
         if not bem.enabled:
             self._states.forget(cache)  # the controller misses these columns
             thread.forward = Forward(off=True)
@@ -403,8 +405,7 @@ class ModelHooks:
                 " of sites"
             )
         self._pass_measures(forward, whole=False)  # others may still listen
-        outputs = output if isinstance(output, tuple) else (getattr(output, "past_key_values", None),)
-        for cache in (forward.cache, *outputs):
+        for cache in (forward.cache, filled_cache(output, None)):
             if isinstance(cache, Cache):
                 self._states.put(cache, forward.state)
 

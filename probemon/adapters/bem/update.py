@@ -62,7 +62,9 @@ def check_update_impl(impl: str, device: torch.device) -> None:
     if impl == "triton":
         remedy = "use impl='reference' (attach_bem's impl='auto' takes what runs)"
         if importlib.util.find_spec("triton") is None:
-            raise KernelUnavailable(f"impl='triton' needs triton, which is published for Linux only: {remedy}")
+            raise KernelUnavailable(
+                f"impl='triton' needs triton: pip install 'probemon[triton]' (on Linux), or {remedy}"
+            )
         if device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
             raise KernelUnavailable(
                 f"impl='triton' needs a GPU, the update is computed on {device}: {remedy}, or set TRITON_INTERPRET=1 "

@@ -55,7 +55,7 @@ class LtmConfig(PretrainedConfig):
     """
 
     model_type = "probemon_ltm"
-    keys_to_ignore_at_inference = ("past_key_values",)
+    keys_to_ignore_at_inference = ("cache", "past_key_values")
 
     def __init__(
         self,

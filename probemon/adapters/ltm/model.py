@@ -25,6 +25,7 @@ from probemon.adapters.ltm.memory import SlotMemory
 from probemon.adapters.ltm.state import MemoryState
 from probemon.adapters.ltm.stats import stats_of
 from probemon.errors import ConfigError, UnsupportedDecoding
+from probemon.host.internals import CACHE_NAME, cache_among
 
 
 class LtmRMSNorm(nn.Module):
@@ -176,9 +177,13 @@ class LtmModel(LtmPreTrainedModel):
         use_cache: bool | None = None,
         output_hidden_states: bool | None = None,
         output_attentions: bool | None = None,
+        cache: Any = None,
         **kwargs: Any,
     ) -> BaseModelOutputWithPast:
-        """Run T tokens of B rows. Raises `UnsupportedDecoding` for unsupported inputs."""
+        """Run T tokens of B rows. `cache` and `past_key_values` are one argument, by its newer and older name.
+
+        Raises `UnsupportedDecoding` for unsupported inputs.
+        """
         if (input_ids is None) == (inputs_embeds is None):
             raise ConfigError("give either input_ids or inputs_embeds")
         if output_attentions:
@@ -191,12 +196,13 @@ class LtmModel(LtmPreTrainedModel):
         use_cache = self.config.use_cache if use_cache is None else use_cache
         if self.training and any(layer.gradient_checkpointing for layer in self.layers):
             use_cache = False  # checkpointed layers would write again
-        if past_key_values is None and use_cache:
-            past_key_values = DynamicCache(config=self.config)
+        cache = past_key_values if cache is None else cache
+        if cache is None and use_cache:
+            cache = DynamicCache(config=self.config)
         layers: list[Any] = [None] * len(self.layers)
         n_past = 0
-        if past_key_values is not None:
-            layers = [memory_layer(past_key_values, number) for number in range(len(self.layers))]
+        if cache is not None:
+            layers = [memory_layer(cache, number) for number in range(len(self.layers))]
             n_past = layers[0].get_seq_length()
         past_padding = None if layers[0] is None else layers[0].padding
         padding = padding_before(attention_mask, past_padding, b, n_past, t, hidden.device)
@@ -220,11 +226,11 @@ class LtmModel(LtmPreTrainedModel):
             states.append(hidden)
         hidden = self.norm(hidden)
         if not self.training:
-            self.newest = memory_of(past_key_values)
+            self.newest = memory_of(cache)
         return BaseModelOutputWithPast(
             last_hidden_state=hidden,
-            past_key_values=past_key_values if use_cache else None,
             hidden_states=(*states[:-1], hidden) if output_hidden_states else None,
+            **{CACHE_NAME: cache if use_cache else None},
         )
 
     def _rotation(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -264,6 +270,7 @@ class LtmForCausalLM(LtmPreTrainedModel, GenerationMixin):
         output_hidden_states: bool | None = None,
         output_attentions: bool | None = None,
         logits_to_keep: int | Tensor = 0,
+        cache: Any = None,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
         """Return logits `[B, T, V]`, and the loss if there are labels."""
@@ -271,11 +278,11 @@ class LtmForCausalLM(LtmPreTrainedModel, GenerationMixin):
             input_ids=input_ids,
             attention_mask=attention_mask,
             position_ids=position_ids,
-            past_key_values=past_key_values,
             inputs_embeds=inputs_embeds,
             use_cache=use_cache,
             output_hidden_states=output_hidden_states,
             output_attentions=output_attentions,
+            **{CACHE_NAME: past_key_values if cache is None else cache},
         )
         selection = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = self.lm_head(output.last_hidden_state[:, selection])
@@ -283,7 +290,7 @@ class LtmForCausalLM(LtmPreTrainedModel, GenerationMixin):
         if labels is not None:
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
         return CausalLMOutputWithPast(
-            loss=loss, logits=logits, past_key_values=output.past_key_values, hidden_states=output.hidden_states
+            loss=loss, logits=logits, hidden_states=output.hidden_states, **{CACHE_NAME: cache_among(output)}
         )
 
     def init_continuous_batching(self, *args: Any, **kwargs: Any) -> NoReturn:

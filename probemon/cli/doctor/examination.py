@@ -248,14 +248,13 @@ def _versions() -> Check:
             continue
         if not requirement.specifier.contains(version, prereleases=True):
             problems.append(f"{requirement.name} is {version}, {requirement.specifier} is needed")
-        elif requirement.name in ("torch", "transformers", "triton"):
+        elif requirement.name in ("torch", "transformers"):
             versions.append(f"{requirement.name} {version}")
     if problems:
         return Check("versions", FAILED, "; ".join(problems), "Install what is needed: pip install --upgrade probemon.")
-    numba = "numba" if importlib.util.find_spec("numba") else ""
-    return Check(
-        "versions", OK, ", ".join([*versions, *([f"numba {importlib.metadata.version(numba)}"] if numba else [])])
-    )
+    compilers = [name for name in ("numba", "triton") if importlib.util.find_spec(name)]
+    versions += [f"{name} {importlib.metadata.version(name)}" for name in compilers]
+    return Check("versions", OK, ", ".join(versions))
 
 
 def _threads() -> Check:

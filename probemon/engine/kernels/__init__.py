@@ -81,7 +81,10 @@ def check_impl(impl: str, device: torch.device, dtype: torch.dtype) -> str:
             raise KernelUnavailable(f"impl='numba' reads float32, bfloat16 and int8 packs, not {dtype}: use impl='cpu'")
     if impl == "triton":
         if not _installed("triton"):
-            raise KernelUnavailable("impl='triton' needs triton, which is published for Linux only: use impl='cpu'")
+            other = "cpu" if device.type == "cpu" else "reference"
+            raise KernelUnavailable(
+                f"impl='triton' needs triton: pip install 'probemon[triton]' (on Linux), or use impl={other!r}"
+            )
         if device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
             raise KernelUnavailable(
                 f"impl='triton' needs a GPU, the weights are on {device}: use impl='cpu', or set TRITON_INTERPRET=1 "

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from probemon.core.probes import is_recurrent, parse_site
 from probemon.errors import ConfigError, UnsupportedModel
+from probemon.host.internals import cache_among
 from probemon.host.model import find_layers, hidden_size
 from probemon.host.recurrent.mixers import Mamba1, Mamba2, find_mixers, kind_of, with_limit
 from probemon.host.recurrent.scan import scan_loop
@@ -136,7 +137,7 @@ class _Reader:
 
     def _enter(self, mixer: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         arguments = {**dict(zip(self._parameters, args, strict=False)), **kwargs}
-        cache = arguments.get("cache_params")
+        cache = cache_among(arguments)
         layer_cache = None if cache is None else cache.layers[mixer.layer_idx]
         # Before the layer runs: it sets this flag early.
         self._forward.kept = layer_cache if layer_cache is not None and layer_cache.has_previous_state[0] else None

@@ -21,6 +21,7 @@ from probemon.adapters.ltm.cache import memory_layer
 from probemon.adapters.ltm.config import MemoryShape
 from probemon.adapters.ltm.memory import SlotMemory
 from probemon.errors import ConfigError, ModelMismatch, UnsupportedDecoding, UnsupportedModel
+from probemon.host.internals import CACHE_NAME
 from slot_hosts import slot_host
 from slot_oracle import SlotOracle
 
@@ -415,7 +416,7 @@ def test_attached_memory_equals_one_forward_or_is_refused(name, layer, refusal):
 def test_cache_that_does_not_reach_the_layer_is_an_error(ids, return_dict):
     host = llama()
     host.model.layers[1].register_forward_pre_hook(
-        lambda module, args, kwargs: (args, {**kwargs, "past_key_values": None}), with_kwargs=True
+        lambda module, args, kwargs: (args, {**kwargs, CACHE_NAME: None}), with_kwargs=True
     )
     with attach_memory(host, 1):
         with pytest.raises(UnsupportedModel, match=r"does not pass it to layer 1.*use_cache=False"):

@@ -7,12 +7,14 @@ import pytest
 import torch
 from torch.nn.functional import softplus
 
-from conftest import PAD, make_model, n_hooks
-from probemon.errors import ConfigError, UnsupportedModel
+from conftest import OLDEST, PAD, make_model, n_hooks
+from probemon.errors import ConfigError, UnsupportedDecoding, UnsupportedModel
 from probemon.host.recurrent.mixers import find_mixers
 from probemon.host.recurrent.state_sites import site_width
 from probemon.host.tap import Tap
 from recurrent_hosts import BATCH, FURTHER, GREEDY, HOSTS, cache_in, cache_of, make_host, states_alone
+
+newer = pytest.mark.skipif(OLDEST, reason="transformers 5.0: caches of recurrent layers are refused")
 
 
 @pytest.fixture(scope="module", params=HOSTS)
@@ -30,6 +32,7 @@ def watched(host, site, run):
     return seen, out
 
 
+@newer
 @pytest.mark.parametrize("mode", ["greedy", "beams", "no cache"])
 def test_last_state_equals_the_models_cache_after_every_forward(host, mode):
     options = {"beams": {"num_beams": 3}, "no cache": {"use_cache": False}}.get(mode, {}) | GREEDY
@@ -54,6 +57,7 @@ def test_last_state_equals_the_models_cache_after_every_forward(host, mode):
         assert (values[:, -1] - state).abs().max() <= 5e-6 * float(state.abs().max()) > 0
 
 
+@newer
 @pytest.mark.parametrize("kind", FURTHER)
 def test_every_recurrent_family_has_the_states_of_its_cache(kind):
     host = make_host(kind)
@@ -73,6 +77,7 @@ def test_every_recurrent_family_has_the_states_of_its_cache(kind):
             assert (values[:, -1] - state).abs().max() <= 5e-6 * float(state.abs().max()) > 0
 
 
+@newer
 def test_padding_does_not_change_recurrent_states_and_steps(host):
     exact = copy.deepcopy(host).double()
     with torch.no_grad():
@@ -104,6 +109,7 @@ def steps_alone(exact, text):
     return softplus(low @ mixer.dt_proj.weight.T + mixer.dt_proj.bias).detach()
 
 
+@newer
 def test_second_turn_and_prompt_chunks_continue_from_the_cache():
     host = make_host("falcon_h1")
     exact = copy.deepcopy(host).double()
@@ -121,6 +127,7 @@ def test_second_turn_and_prompt_chunks_continue_from_the_cache():
     assert (torch.cat(chunks, dim=1)[0].double() - oracle).abs().max() <= 1e-5 * float(oracle.abs().max())
 
 
+@newer
 def test_steps_are_clamped_when_the_model_clamps_them():
     """In a first forward, even of one token, and never in one of one token on a used cache."""
     host = make_host("mamba2", time_step_limit=(0.6, 0.7))
@@ -140,6 +147,7 @@ def test_steps_are_clamped_when_the_model_clamps_them():
             assert (values[:, -1] - state).abs().max() <= 5e-6 * float(state.abs().max()) > 0
 
 
+@newer
 def test_recurrent_states_under_bf16_and_autocast_are_fp32():
     host = make_host("mamba2")
     with torch.no_grad():
@@ -154,6 +162,7 @@ def test_recurrent_states_under_bf16_and_autocast_are_fp32():
         assert (values[0, -1] - kept).abs().max() < 0.01 * kept.abs().max()  # the host convolves in bf16
 
 
+@newer
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
 @pytest.mark.parametrize("kind", ["mamba2", "mamba"])
 def test_adapters_on_projections_change_the_states(kind):
@@ -171,6 +180,7 @@ def test_adapters_on_projections_change_the_states(kind):
     assert (seen[0] - bare[0]).abs().max() > 1e-3
 
 
+@newer
 @pytest.mark.parametrize("kind", ["mamba2", "falcon_mamba"])
 def test_offloaded_model_has_the_same_states(kind):
     from accelerate import cpu_offload
@@ -182,6 +192,13 @@ def test_offloaded_model_has_the_same_states(kind):
         assert any(p.device.type == "meta" for p in host.parameters())
         there, _ = watched(host, "ssm_state.1", lambda: host(BATCH[1:2]))
     assert torch.equal(here[0], there[0])
+
+
+@pytest.mark.skipif(not OLDEST, reason="newer caches show the state of each layer")
+def test_old_cache_of_recurrent_layers_is_refused():
+    host = make_host("mamba2")
+    with pytest.raises(UnsupportedDecoding, match=r"Mamba2Cache of this version .* upgrade transformers"):
+        watched(host, "ssm_state.1", lambda: host.generate(BATCH[1:2], **GREEDY))
 
 
 def test_missing_recurrent_site_is_refused_by_name():

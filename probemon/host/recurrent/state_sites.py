@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from probemon.core.probes import is_recurrent, parse_site
-from probemon.errors import ConfigError, UnsupportedModel
+from probemon.errors import ConfigError, UnsupportedDecoding, UnsupportedModel
 from probemon.host.internals import cache_among
 from probemon.host.model import find_layers, hidden_size
 from probemon.host.recurrent.mixers import Mamba1, Mamba2, find_mixers, kind_of, with_limit
@@ -138,6 +138,11 @@ class _Reader:
     def _enter(self, mixer: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         arguments = {**dict(zip(self._parameters, args, strict=False)), **kwargs}
         cache = cache_among(arguments)
+        if cache is not None and not hasattr(cache, "layers"):
+            raise UnsupportedDecoding(
+                f"a {type(cache).__name__} of this version of transformers does not show the state of each layer:"
+                " upgrade transformers, or use_cache=False"
+            )
         layer_cache = None if cache is None else cache.layers[mixer.layer_idx]
         # Before the layer runs: it sets this flag early.
         self._forward.kept = layer_cache if layer_cache is not None and layer_cache.has_previous_state[0] else None

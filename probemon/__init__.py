@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from probemon.monitor.stream import TokenEvent as TokenEvent
     from probemon.monitor.summary import Summary as Summary
     from probemon.monitor.summary import summarise as summarise
+    from probemon.packs.attached import attach_below as attach_below
     from probemon.packs.pack import ProbePack as ProbePack
 
 # Imported at first use: transformers takes seconds, and inspecting a pack needs none of it.
@@ -80,6 +81,7 @@ _MODULES = {
     "Summary": "monitor.summary",
     "TokenEvent": "monitor.stream",
     "ZScore": "core.baselines",
+    "attach_below": "packs.attached",
     "collect": "lab.training.collect",
     "function_probe": "monitor.function_probes",
     "import_control_vector": "lab.importers.repeng",

@@ -30,15 +30,17 @@ pack = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode=None,
-    help="Make packs of packs: merge, attach, subset, rename; diff; and push.",
+    help="Make packs of packs, compare, and push them.",
 )
 
 _MAX_JSON_BYTES = 64 << 20
 _NEW = "The new pack: a folder that is not there yet."
 Out = Annotated[str, typer.Argument(metavar="OUT", help=_NEW)]
-Dtype = Annotated[
+Rounding = Annotated[
     str | None,
-    typer.Option(help="bf16 or fp32: the weights of the new pack, if those of its parts differ. It moves scores."),
+    typer.Option(
+        "--dtype", help="bf16 or fp32: the weights of the new pack, if those of its parts differ. It moves scores."
+    ),
 ]
 
 
@@ -50,7 +52,7 @@ def merge(
     ],
     name: Annotated[str, typer.Option(help="Name of the new pack; else that of its folder.")] = "",
     prefix: Annotated[bool, typer.Option("--prefix", help="Put each pack's name before its ids, as name:id.")] = False,
-    dtype: Dtype = None,
+    rounding: Rounding = None,
     overwrite: opt.OverwritePack = False,
 ) -> None:
     """Put the probes of several packs for one model into one pack."""
@@ -66,7 +68,7 @@ def merge(
             "two of the packs have one name: rename one first, by probemon pack rename PACK OUT --name NAME"
         )
     sources_of = by_name if prefix else packs
-    merged = merge_packs(sources_of, out, name=name or Path(out).name, dtype=dtype, overwrite=overwrite)
+    merged = merge_packs(sources_of, out, name=name or Path(out).name, dtype=rounding, overwrite=overwrite)
     _say_written(merged, out)
 
 
@@ -84,7 +86,7 @@ def attach(
         ),
     ],
     alert_threshold: Annotated[float | None, typer.Option(help="Of the new scores; else that of PROBES.")] = None,
-    dtype: Dtype = None,
+    rounding: Rounding = None,
     name: opt.PackName = "",
     overwrite: opt.OverwritePack = False,
 ) -> None:
@@ -98,7 +100,7 @@ def attach(
         out,
         score_rule=score_rule,
         alert_threshold=alert_threshold,
-        dtype=dtype,
+        dtype=rounding,
         name=name or None,
         overwrite=overwrite,
     )

@@ -45,6 +45,7 @@ Settings = Mapping[tuple[str, str], Any]
 _PLAIN = (type(None), bool, Number, str, bytes, torch.dtype)
 _CONTAINERS = (Mapping, list, tuple, set, frozenset)
 _ABSENT = object()
+_TRIES = 100
 
 
 def differing(before: Settings, now: Settings) -> list[str]:
@@ -66,14 +67,24 @@ class ModuleSettings:
     """The settings of a model's modules. Thread-safe."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._model, self._look = model, _Look(model)
+        self._model, self._look = model, _look(model)
 
     def now(self) -> Settings:
         """Return the current settings; the same object if nothing changed."""
         look = self._look
         if not look.holds():
-            look = self._look = _Look(self._model)
+            look = self._look = _look(self._model)
         return look.settings
+
+
+def _look(model: nn.Module) -> _Look:
+    """Walk over the modules, again if another thread patches one meanwhile."""
+    for _ in range(_TRIES):
+        try:
+            return _Look(model)
+        except (KeyError, RuntimeError):  # an attribute came or went
+            continue
+    return _Look(model)
 
 
 class _Written(tuple[int, int]):

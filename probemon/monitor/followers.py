@@ -58,13 +58,17 @@ class Batch:
         self.reads = reads
         return reads
 
+    def keep_function(self, name: str, scores: FunctionScores) -> None:
+        """Keep the numbers of a function probe."""
+        self.functions[name] = scores
+
     def as_tokens(self, scores: Scores, functions: Sequence[str] = ()) -> TokenBatch:
         """Return the tokens as sinks receive them, with the scores of function probes behind those of the pack."""
         placed, recording = self.placed, self.recording
         n = len(placed)
-        scores = beside(
-            scores, [self.functions.get(name) or FunctionScores.nothing(n, NOT_ASKED) for name in functions]
-        )
+        if functions:
+            own = [self.functions.get(name) or FunctionScores.nothing(n, NOT_ASKED) for name in functions]
+            scores = beside(scores, own)
         return TokenBatch(
             recording.number,
             placed.rows,

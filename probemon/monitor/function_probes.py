@@ -107,7 +107,7 @@ class FunctionProbe(Follower):
         """Call the function. Raises its errors, which the run keeps."""
         n = len(batch.placed)
         if isinstance(hidden, str):
-            batch.functions[self.name] = FunctionScores.nothing(n, hidden, self.threshold)
+            batch.keep_function(self.name, FunctionScores.nothing(n, hidden, self.threshold))
             return
         states, began = hidden[self.site].detach().clone(), time.perf_counter()
         devices = [states.device] if states.device.type == "cuda" else []
@@ -117,11 +117,11 @@ class FunctionProbe(Follower):
                 numbers = self._numbers(self._fn(states), n)
         except Exception as error:
             reason = f"{self.name} raised {type(error).__name__}"
-            batch.functions[self.name] = FunctionScores.nothing(n, reason, self.threshold)
+            batch.keep_function(self.name, FunctionScores.nothing(n, reason, self.threshold))
             raise
         finally:
             self._took(time.perf_counter() - began)
-        batch.functions[self.name] = self._scores(numbers)
+        batch.keep_function(self.name, self._scores(numbers))
 
     def scored(self, batch: Batch, scores: Scores) -> None:
         """Count the tokens."""

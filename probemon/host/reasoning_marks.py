@@ -1,7 +1,7 @@
 """Tells reasoning from the reply, by the tokens that a model writes around its reasoning.
 
-    marks = marks_of(tokenizer)                         # of <think> and </think>, for one; None if there are none
-    mask, is_open = marks.reasons([5, 9, 7], is_open=False)
+marks = marks_of(tokenizer)                         # of <think> and </think>, for one; None if there are none
+mask, is_open = marks.reasons([5, 9, 7], is_open=False)
 """
 
 from __future__ import annotations

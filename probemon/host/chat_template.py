@@ -10,7 +10,8 @@ template writes completely. Otherwise `ChatRefused` names the message and its pa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import inspect
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import date as Day
 from functools import cached_property
@@ -32,6 +33,7 @@ from probemon.host.chat_forms import (
     with_other_reasoning,
     wrong_arguments,
 )
+from probemon.host.chat_options import check_options
 
 _LONG = 40  # characters; shorter texts may occur in a prompt by chance
 _NOTHING = ("None", "null", "Undefined")  # written for contents that a template does not check
@@ -78,13 +80,17 @@ def render(
     tools: Sequence[Any] | None = None,
     add_generation_prompt: bool = False,
     date: str | None = None,
+    options: Mapping[str, Any] | None = None,
 ) -> Chat:
     """Return a chat as the tokenizer's template writes it. Raises `ChatRefused`.
 
     - `messages`, `tools`: in OpenAI's form
     - `date`: the template's date, YYYY-MM-DD; None for today
+    - `options`: other variables of the template, such as {"enable_thinking": False}; those it never reads are refused
     """
-    template = _Template(tokenizer, list(tools) if tools else None, None if date is None else parse_date(date))
+    day = None if date is None else parse_date(date)
+    template = _Template(tokenizer, list(tools) if tools else None, day, options or {})
+    check_options(template.options, template.source, template.taken)
     chat, refusals, texts = normalised(messages), list[ChatRefused](), set[str]()
     for form in forms(chat, template.source, add_generation_prompt):
         try:
@@ -123,10 +129,17 @@ class _Template:
     tokenizer: Any
     tools: list[Any] | None
     day: Day | None
+    options: Mapping[str, Any]
 
     @cached_property
     def source(self) -> str:
         return source_of(self.tokenizer, self.tools)
+
+    @property
+    def taken(self) -> set[str]:
+        """Names that no option may have: transformers passes them itself."""
+        arguments = inspect.signature(self.tokenizer.apply_chat_template).parameters
+        return {"self", "messages", *arguments, *self.tokenizer.special_tokens_map}
 
     def write(self, form: ChatForm, messages: Messages, prompting: bool, *, with_tools: bool = True) -> str:
         """Return the text of normalised messages."""
@@ -149,13 +162,15 @@ class _Template:
         return prompt + _behind(prompt, ChatForm(reasoning="content").of(messages[-1:])[0]["content"])
 
     def _applied(
-        self, messages: list[dict[str, Any]], prompting: bool, day: Day | None, with_tools: bool, **options: Any
+        self, messages: list[dict[str, Any]], prompting: bool, day: Day | None, with_tools: bool, **arguments: Any
     ) -> Any:
         if self.tools is not None and with_tools:
-            options["tools"] = self.tools
+            arguments["tools"] = self.tools
         if day is not None and may_read_date(self.source):
-            options |= {"chat_template": with_stated_date(self.source), **date_parts(day)}
-        return self.tokenizer.apply_chat_template(messages, add_generation_prompt=prompting, **options)
+            arguments |= {"chat_template": with_stated_date(self.source), **date_parts(day)}
+        return self.tokenizer.apply_chat_template(
+            messages, add_generation_prompt=prompting, **self.options, **arguments
+        )
 
 
 def _text(template: _Template, form: ChatForm, chat: Messages, prompting: bool) -> str:

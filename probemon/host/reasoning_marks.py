@@ -1,12 +1,13 @@
 """Tells reasoning from the reply, by the tokens that a model writes around its reasoning.
 
 marks = marks_of(tokenizer)                         # of <think> and </think>, for one; None if there are none
-mask, is_open = marks.reasons([5, 9, 7], is_open=False)
+marks.opened_by(prompt_ids)                         # whether the generation prompt begins reasoning
+parts, is_open = marks.parts([5, 9, 7], is_open=False)     # True: reasoning, False: reply, None: a mark
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 _PAIRS = (
@@ -17,21 +18,29 @@ _PAIRS = (
 )
 
 
+N_LAST = 3  # tokens of a prompt among which a template may begin reasoning; a turn cannot end there
+
+
 class ReasoningMarks(NamedTuple):
-    """Ids of the tokens that begin and end reasoning; they belong to neither part."""
+    """Ids of the tokens that begin and end reasoning."""
 
     begin: int
     end: int
 
-    def reasons(self, ids: Iterable[int], is_open: bool = False) -> tuple[list[bool], bool]:
-        """Return which of a row's next tokens are reasoning, and whether reasoning goes on after them.
+    def opened_by(self, prompt: Sequence[int]) -> bool:
+        """Return whether a prompt's last tokens begin reasoning. Marks before them are what somebody said."""
+        last = [id for id in prompt[-N_LAST:] if id in self]
+        return last[-1:] == [self.begin]
 
-        `is_open`: whether it went on before. A prompt that ends with the first mark begins reasoning.
+    def parts(self, ids: Iterable[int], is_open: bool) -> tuple[list[bool | None], bool]:
+        """Return whether each next token of an answer is reasoning, None for a mark; and whether reasoning goes on.
+
+        `is_open`: whether it went on before.
         """
-        found = []
+        found = list[bool | None]()
         for id in ids:
             is_mark = id in self
-            found.append(is_open and not is_mark)
+            found.append(None if is_mark else is_open)
             is_open = id == self.begin if is_mark else is_open
         return found, is_open
 

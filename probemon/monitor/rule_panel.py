@@ -15,7 +15,7 @@ import numpy as np
 
 from probemon.core.aggregate import Each
 from probemon.core.scores import GENERATED, PROMPT, Scores
-from probemon.host.reasoning_marks import ReasoningMarks
+from probemon.host.reasoning_marks import N_LAST, ReasoningMarks
 from probemon.monitor.rule_spec import Condition, Rule
 from probemon.monitor.rules import PASS
 from probemon.tracking.align import PlacedTokens
@@ -107,17 +107,24 @@ def _is_plain(rule: Rule) -> bool:
     return type(rule.aggregator) is Each and rule.within == "answer" and not rule.also
 
 
-def _reasons(placed: PlacedTokens, states: dict[int, Any], marks: ReasoningMarks) -> list[bool]:
-    """Return which tokens are reasoning."""
-    found = []
+def _reasons(placed: PlacedTokens, states: dict[int, Any], marks: ReasoningMarks) -> list[bool | None]:
+    """Return which tokens are reasoning, None for marks. A row's state: the end of its prompt, then a flag."""
+    found = list[bool | None]()
     for row, id in zip(placed.rows.tolist(), placed.ids.tolist(), strict=True):
-        [reasons], states[row] = marks.reasons([id], states.get(row, False))
+        state = states.get(row, ())
+        if placed.phase == PROMPT:
+            before = state if isinstance(state, tuple) else ()
+            states[row] = (*before, id)[-N_LAST:]
+            found.append(None)
+            continue
+        is_open = marks.opened_by(state) if isinstance(state, tuple) else state
+        [reasons], states[row] = marks.parts([id], is_open)
         found.append(reasons)
     return found
 
 
 def blind_to(
-    rule: Rule, placed: PlacedTokens, scores: Scores, reasons: Sequence[bool] | None = None
+    rule: Rule, placed: PlacedTokens, scores: Scores, reasons: Sequence[bool | None] | None = None
 ) -> list[tuple[int, str]]:
     """Return `(entry, reason)` of tokens without scores, if the rule acts on these."""
     if rule.on_blind == PASS or not rule.asks(placed.phase):
@@ -126,7 +133,7 @@ def blind_to(
     return [(i, reason) for i, reason in unseen if _is_asked(rule, i, reasons)]
 
 
-def _is_asked(rule: Rule, i: int, reasons: Sequence[bool] | None) -> bool:
+def _is_asked(rule: Rule, i: int, reasons: Sequence[bool | None] | None) -> bool:
     return rule.reasons is None or reasons is None or reasons[i] == rule.reasons
 
 
@@ -135,7 +142,7 @@ def observe(
     placed: PlacedTokens,
     scores: Scores,
     states: dict[int, Any],
-    reasons: Sequence[bool] | None = None,
+    reasons: Sequence[bool | None] | None = None,
 ) -> list[tuple[int, float, float]]:
     """Return `(entry, score, value)` wherever a rule's streak reaches `for_tokens`.
 

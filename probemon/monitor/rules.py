@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from probemon.core.aggregate import Aggregator
 from probemon.core.baselines import is_of_traffic
 from probemon.core.memory_reads import Reading
-from probemon.errors import ConfigError, UnsupportedDecoding
+from probemon.errors import RuleError, UnsupportedDecoding
 from probemon.host.reasoning_marks import marks_of
 from probemon.util.checks import check_number
 
@@ -127,9 +127,10 @@ def named_action(action: Action) -> str:
 def check_asked(rules: Sequence[Rule], tokenizer: Any, keep_tokens: int | None = None) -> None:
     """Raise `ConfigError` if a run does not support the rules' actions or parts."""
     if (of_part := next((rule for rule in rules if rule.reasons is not None), None)) and marks_of(tokenizer) is None:
-        raise ConfigError(
+        raise RuleError(
             f"within is {of_part.within!r}, and this run's tokenizer has no token such as <think>, by which reasoning"
-            " is told from the reply: give 'answer'"
+            " is told from the reply: give 'answer'",
+            "within",
         )
     for action in [action for rule in rules for action in rule.actions if isinstance(action, AskedAction)]:
         action.check_run(tokenizer, keep_tokens)

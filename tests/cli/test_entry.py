@@ -242,8 +242,8 @@ def test_unreachable_hub_is_asked_once():
         ("quantize demo probes", "probes exists: choose another path, or overwrite it (--overwrite)"),
         (
             "import probelab w.safetensors new --site resid_post.1 --normalize none",
-            "w.safetensors is tensors of safetensors: probemon import steerkit reads its own, probemon import safetensors"
-            " any, with a mapping",
+            "w.safetensors is tensors of safetensors: probemon import steerkit reads its own, probemon import"
+            " safetensors any, with a mapping",
         ),
         ("train demo one.jsonl --exclusive --out new", "let the model write more (--generate N)"),
     ],

@@ -194,6 +194,36 @@ def test_refusal_names_the_message_at_which_the_template_stops():
     assert refused.value.param == "tools"
 
 
+# -- options -------------------------------------------------------------------------------------
+
+DEFAULTED = "{% set aloud = aloud if aloud is defined else true %}{{ aloud }}"
+IN_A_MACRO = "{% macro how() %}{% generation %}{{ aloud }}{% endgeneration %}{% endmacro %}{{ how() }}"
+
+
+@pytest.mark.parametrize("template", ["{{ aloud }}", DEFAULTED, IN_A_MACRO])
+@pytest.mark.parametrize("date", [None, "2025-01-01"])
+def test_options_reach_the_template_whose_variables_they_are(template, date):
+    template = (
+        "{{ messages[0].content }}{{ bos_token }}{% for m in messages %}{{ loop.index }}{% break %}{% endfor %}"
+        + template
+    )
+    template += "{{ strftime_now('%Y') if strftime_now is defined }}"
+    found = rendered(template, chat(("user", "Hi")), options={"aloud": "so"}, date=date)
+    plain = rendered(template, chat(("user", "Hi")), date=date)
+    assert "so" in found.text and "so" not in plain.text
+    assert found.ids == make_tokenizer()(found.text, add_special_tokens=False)["input_ids"]
+    for name in ("m", "loop", "namespace", "how", "spoken"):
+        with pytest.raises(
+            ChatRefused, match=rf"never reads chat_template_kwargs.{name}: leave it out \(it reads aloud"
+        ):
+            rendered(template, chat(("user", "Hi")), options={"aloud": 1, name: 1}, date=date)
+    for name in ("messages", "bos_token", "strftime_now", "chat_template", "tokenize"):
+        with pytest.raises(ChatRefused, match=f"chat_template_kwargs.{name} is set by the server itself"):
+            rendered(template, chat(("user", "Hi")), options={name: 1}, date=date)
+    with pytest.raises(ChatRefused, match="the chat template is not valid"):
+        rendered("{% if %}", chat(("user", "Hi")), options={"aloud": 1})
+
+
 # -- the date --------------------------------------------------------------------------------------
 
 

@@ -17,7 +17,7 @@ from probemon.errors import ConceptRaised, ConfigError, RuleError
 from probemon.monitor.rule_spec import FIELDS, WITHIN, RuleSpec
 from probemon.ops.deployment.deployment import schema
 
-PROMPTS = torch.tensor([[PAD, PAD, 7, 9, 11, 2, 8], [3, 5, 8, 13, 21, 34, 4]])
+PROMPTS = torch.tensor([[PAD, PAD, 7, 13, 11, 2, 8], [3, 5, 8, 9, 21, 13, 4]])
 MASK = (PROMPTS != PAD).long()
 GREEDY = {"max_new_tokens": 9, "do_sample": False, "pad_token_id": PAD, "eos_token_id": None}
 
@@ -64,8 +64,10 @@ def met(manager, scores, conditions, for_tokens, within, aggregate, n_prompt, ou
     for row in {row for row, _ in scores}:
         thinks = {}
         for column in range(out.shape[1]):
-            earlier = [int(id) for id in out[row, :column] if id in (begin, end)]
-            thinks[column] = earlier[-1:] == [begin] and int(out[row, column]) not in (begin, end)
+            # A mark in the prompt counts at its end, where the template stands.
+            earlier = [int(id) for id in out[row, n_prompt - 3 : column] if id in (begin, end)]
+            is_mark = int(out[row, column]) in (begin, end)
+            thinks[column] = None if is_mark else earlier[-1:] == [begin]
         streak, running = 0, [parse(aggregate).begin() if aggregate else None for _ in conditions]
         for column in sorted(column for of_row, column in scores if of_row == row):
             if ("prompt" if column < n_prompt else "generated") not in WITHIN[within]:

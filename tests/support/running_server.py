@@ -107,3 +107,31 @@ def tiny_served(folder):
     tokenizer = demo_tokenizer()
     host = tiny_host(tokenizer)
     return Served("tiny", host, tokenizer, DynamicProbeManager(make_pack(folder, host)), LIMITS)
+
+
+THINKS = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
+    "{% if m.reasoning_content %} (thought: {{ m.reasoning_content }}){% endif %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n"
+    "{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n{% endif %}"
+    "{% if begun %}<think>\n{% endif %}{% endif %}"
+)
+
+
+def thinking_served(folder, messages, **pack):
+    """Its model answers these messages with reasoning between <think> and </think>, and newlines around them.
+
+    Rows of the random weights are swapped, so that what it wrote there anyway are the marks.
+    """
+    tokenizer = demo_tokenizer()
+    tokenizer.add_tokens(["<think>", "</think>"])
+    tokenizer.chat_template = THINKS
+    host = tiny_host(tokenizer)
+    ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+    written = host.generate(torch.tensor([ids]), max_new_tokens=20, do_sample=False)[0, len(ids) :].tolist()
+    for at, name in {0: "<think>", 1: "ĊĊ", 8: "ĊĊĊ", 9: "</think>", 10: "ĊĊĊĊ"}.items():
+        pair = [written[at], tokenizer.convert_tokens_to_ids(name)]
+        assert written.count(written[at]) == 1 and not set(pair) & set(ids)
+        for weight in (host.lm_head.weight, host.get_input_embeddings().weight):
+            weight.data[pair] = weight.data[pair[::-1]]
+    return Served("tiny", host, tokenizer, DynamicProbeManager(make_pack(folder, host, **pack)), LIMITS)

@@ -38,11 +38,14 @@ def server_with(folder, names):
     tokenizer = demo_tokenizer()
     host = tiny_host(tokenizer)
     limits = Limits(max_tokens=60, kept_events=48, kept_requests=12)
-    concepts = [{"id": f"c{i}", "name": name, "parents": [f"c{i // 2}"] * (i >= 4)} for i, name in enumerate(names)]
-    pack = make_pack(folder, host, concepts=concepts, n=len(names))
+    pack = make_pack(folder, host, concepts=concepts_of(names), n=len(names))
     server = Running(Served("tiny", host, tokenizer, DynamicProbeManager(pack), limits), limits)
     server.host = host
     return server
+
+
+def concepts_of(names):
+    return [{"id": f"c{i}", "name": name, "parents": [f"c{i // 2}"] * (i >= 4)} for i, name in enumerate(names)]
 
 
 @contextmanager
@@ -115,12 +118,13 @@ def assert_shows(page, running, name):
     """The page's answer is the record's: text, which tokens are marked, where each concept begins, what is unseen."""
     known = record(running, name)["choices"][0]
     concepts = running.get("/v1/probemon/pack")["concepts"]
-    assert page(TEXT) == harmless(known["text"], "\n\t")
+    assert page(TEXT) == harmless(known.get("reasoning", "") + known["text"], "\n\t")
     leaders = leaders_of(known["tokens"], concepts)
     order = list(dict.fromkeys(c for c in all_leaders(known["tokens"], concepts) if c is not None))
     previous = None
     for at, kinds, mark in shown(page):
         if len(at) != 1:
+            previous = ...  # of several
             continue
         token, leader = known["tokens"][at[0]], leaders[at[0]]
         assert ("unseen" in kinds) == bool(token["unseen"]), (at, kinds)

@@ -31,10 +31,11 @@ from probemon.tracking.align import PlacedTokens
 
 @dataclass(frozen=True)
 class Piece:
-    """New text, tokens with scores, and events of an answer."""
+    """New texts, tokens with scores, and events of an answer."""
 
     choice: int
     text: str
+    reasoning: str
     tokens: list[dict[str, Any]]
     events: list[dict[str, Any]]
 
@@ -44,12 +45,14 @@ class Ending:
     """How an answer ended.
 
     - `finish_reason`: "stop", "length", "content_filter" or "cancelled"
+    - `reasoning`: None if it is not told apart from the text
     - `n_unseen`: tokens without scores, not counting the last
     """
 
     choice: int
     finish_reason: str
     text: str
+    reasoning: str | None
     summary: dict[str, Any]
     n_tokens: int
     n_unseen: int
@@ -95,7 +98,13 @@ class Answering(StoppingCriteria):
         self._listener, self._followers = listener, followers
         self._hold = prepared.watch.hold
         self._told = Told(served.manager.pack, prepared.watch.top_k, prepared.shown)
-        self._text = AnswerText(served.decode, prepared.request.stop, hold=self._hold)
+        self._text = AnswerText(
+            served.decode,
+            prepared.request.stop,
+            hold=self._hold,
+            marks=prepared.marks,
+            reasons=prepared.marks is not None and prepared.marks.opened_by(ids),
+        )
         self._answer_ids: list[int] = []
         self._unsettled: deque[tuple[Scores, int, int]] = deque()  # may still be cut by a stop string
         self._tokens: list[dict[str, Any]] = []
@@ -262,10 +271,19 @@ class Answering(StoppingCriteria):
             self._text.token_text(index),
             self._text.span(index),
             GENERATED,
+            "reasoning" if self._text.is_reasoning(index) else None,
         )
 
     def _token(
-        self, scores: Scores, i: int, position: int, token_id: int, text: str, span: tuple[int, int] | None, phase: int
+        self,
+        scores: Scores,
+        i: int,
+        position: int,
+        token_id: int,
+        text: str,
+        span: tuple[int, int] | None,
+        phase: int,
+        part: str | None = None,
     ) -> dict[str, Any]:
         return self._told.token(
             scores,
@@ -276,6 +294,7 @@ class Answering(StoppingCriteria):
             text=text,
             span=span,
             phase=PHASES[phase],
+            part=part,
         )
 
     def _note(self) -> None:
@@ -289,10 +308,10 @@ class Answering(StoppingCriteria):
 
     def _flush(self) -> None:
         self._note()
-        text, tokens, events = self._text.take(), self._tokens, self._events
-        if text or tokens or events:
+        texts, tokens, events = self._text.take(), self._tokens, self._events
+        if any(texts) or tokens or events:
             self._tokens, self._events, self._n_noted = [], [], [0, 0]
-            self._listener.send(Piece(self._choice, text, tokens, events))
+            self._listener.send(Piece(self._choice, texts.reply, texts.reasoning, tokens, events))
 
     def _end(self, result: Result) -> Ending:
         self._text.end()
@@ -308,10 +327,12 @@ class Answering(StoppingCriteria):
             if unseen and not n_withheld:
                 self._unsettled.append((result.scores, last, n - 1))
         self._flush()
+        shown = self._text.shown
         return Ending(
             self._choice,
             self._finish_reason(),
-            self._text.text,
+            shown.reply,
+            None if self._prepared.marks is None else shown.reasoning,
             self._summary(result, n_withheld),
             n,
             self._n_unseen,

@@ -40,9 +40,9 @@ class Answers:
             extra_fields = {"probemon_summary": told.summary} if self._watched else {}
             return self._chunk(told.choice, extra_fields, told.finish_reason)
         extra_fields = {"probemon": {"tokens": told.tokens, "events": told.events}} if self._watched else {}
-        if not told.text and not extra_fields:
-            return b""
-        return self._chunk(told.choice, {"content": told.text, **extra_fields} if told.text else extra_fields, None)
+        texts = {"reasoning_content": told.reasoning, "content": told.text}
+        delta = {name: text for name, text in texts.items() if text} | extra_fields
+        return self._chunk(told.choice, delta, None) if delta else b""
 
     def last_chunks(self) -> bytes:
         """Return the end of the stream."""
@@ -81,7 +81,9 @@ class Answers:
         ending = self._endings[choice]
         assert ending is not None
         concepts = {"tokens": self._tokens[choice], "events": self._events[choice], "summary": ending.summary}
-        extra_fields = {"probemon": concepts} if self._watched else {}
+        extra_fields: dict[str, Any] = {"probemon": concepts} if self._watched else {}
+        if ending.reasoning is not None:
+            extra_fields["reasoning_content"] = ending.reasoning or None
         answer: dict[str, Any] = (
             {"message": {"role": "assistant", "content": ending.text, "refusal": None, **extra_fields}}
             if self._chat

@@ -52,8 +52,9 @@ class Job:
         self._about["options"] = dict(request.options)
         n_choices = len(prepared.prompts) * request.n
         optional_fields: dict[str, Any] = {"prompt_tokens": []} if prepared.watch.prompt else {}
+        texts = {"text": ""} | ({} if prepared.marks is None else {"reasoning": ""})
         empty: list[dict[str, Any]] = [
-            {"text": "", "finish_reason": None, "tokens": [], "events": [], "summary": None} for _ in range(n_choices)
+            {**texts, "finish_reason": None, "tokens": [], "events": [], "summary": None} for _ in range(n_choices)
         ]
         self._content = {**self._about, **optional_fields, "choices": empty}
         self._record = records.begin(self.id, self._content)
@@ -82,14 +83,16 @@ class Job:
     def send(self, piece: Piece) -> None:
         """Send to the client. Raises `Stalled`."""
         choice = self._content["choices"][piece.choice]
-        if piece.text:
-            self._records.add_text(self._record, choice, piece.text)
-        n_bytes, self._n_bytes = self._n_bytes + len(piece.text), 0
+        for name, text in (("text", piece.text), ("reasoning", piece.reasoning)):
+            if text:
+                self._records.add_text(self._record, choice, name, text)
+        n_bytes, self._n_bytes = self._n_bytes + len(piece.text) + len(piece.reasoning), 0
         self.outbox.put(piece, n_bytes)
 
     def end(self, ending: Ending) -> None:
         """Report an answer's end."""
-        values = {"text": ending.text, "finish_reason": ending.finish_reason, "summary": ending.summary}
+        texts = {"text": ending.text} | ({} if ending.reasoning is None else {"reasoning": ending.reasoning})
+        values = {**texts, "finish_reason": ending.finish_reason, "summary": ending.summary}
         self._records.set(self._record, self._content["choices"][ending.choice], values)
         self._ring.publish("end", {"request": self.id, "choice": ending.choice, **values})
         self.outbox.put(ending, 0)
@@ -106,7 +109,8 @@ class Job:
         """End the request; unfinished answers are cancelled."""
         for at, choice in enumerate(self._content["choices"]):
             if choice["finish_reason"] is None:
-                values = {"text": choice["text"], "finish_reason": "cancelled", "summary": None}
+                texts = {name: choice[name] for name in ("text", "reasoning") if name in choice}
+                values = {**texts, "finish_reason": "cancelled", "summary": None}
                 self._records.set(self._record, choice, values)
                 self._ring.publish("end", {"request": self.id, "choice": at, **values})
         self._records.end(self._record)

@@ -62,10 +62,10 @@ class Records:
             to.append(entry)
             record.n_bytes += n_bytes
 
-    def add_text(self, record: Record, choice: dict[str, Any], text: str) -> None:
-        """Append `text` to the answer of `choice`."""
+    def add_text(self, record: Record, choice: dict[str, Any], name: str, text: str) -> None:
+        """Append to a text of `choice`."""
         with self._lock:
-            choice["text"] += text
+            choice[name] += text
             record.n_bytes += len(text)
 
     def set(self, record: Record, of: dict[str, Any], values: dict[str, Any]) -> None:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from probemon.errors import ConfigError, RequestRefused, closest
+from probemon.host.chat_options import TEMPLATE_OPTIONS
 from probemon.monitor.rule_spec import FIELDS, RuleSpec
 from probemon.ops.server.limits import Limits
 from probemon.util.checks import check_bool, check_count, check_number, check_text, shown
@@ -38,7 +39,7 @@ _WITHOUT_EFFECT: dict[str, tuple[Any, ...] | None] = {
     "suffix": ("", None),
 }
 _SHARED = ("model", "n", "stop", "stream", "stream_options", "max_tokens", "temperature", "top_p", "seed", "probemon")
-_PARAMETERS = {"chat": ("messages", "tools", "max_completion_tokens"), "completion": ("prompt",)}
+_PARAMETERS = {"chat": ("messages", "tools", "max_completion_tokens", TEMPLATE_OPTIONS), "completion": ("prompt",)}
 _WATCH = ("concepts", "top_k", "prompt", "hold", "rules")
 _RULE = tuple(name for name in FIELDS if name not in ("on_blind", "rate", "alert_set"))
 _ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -69,6 +70,7 @@ class Request:
 
     - `max_tokens`: None for as many as allowed
     - `sampling`: of `model.generate`; {} for the model's defaults
+    - `template_options`: what the chat template reads besides
     - `options`: the body without messages or prompt
     """
 
@@ -77,6 +79,7 @@ class Request:
     messages: tuple[Mapping[str, Any], ...]
     prompts: tuple[str | tuple[int, ...], ...]
     tools: tuple[Mapping[str, Any], ...] | None
+    template_options: Mapping[str, Any]
     n: int
     max_tokens: int | None
     sampling: Mapping[str, Any]
@@ -114,6 +117,9 @@ def read_request(kind: str, body: bytes, limits: Limits) -> Request:
         messages=_messages(parameters.get("messages"), limits) if kind == "chat" else (),
         prompts=prompts,
         tools=_tools(parameters, limits),
+        template_options={}
+        if (given := parameters.get(TEMPLATE_OPTIONS)) is None
+        else _object(TEMPLATE_OPTIONS, given),
         n=n,
         max_tokens=_max_tokens(read, parameters, limits),
         sampling=_sampling(read),

@@ -19,11 +19,13 @@ from transformers.generation.configuration_utils import GenerationMode
 from probemon.core.hierarchy import Mask
 from probemon.errors import ArenaFull, ChatRefused, ConfigError, RequestRefused, RuleError, UnknownConcept
 from probemon.host.chat_template import render
+from probemon.host.reasoning_marks import ReasoningMarks, marks_of
 from probemon.host.text_tokens import ids_of
 from probemon.manager import DynamicProbeManager
 from probemon.monitor.breaker import Circuit
 from probemon.monitor.followers import Follower
-from probemon.monitor.rule_spec import RuleSpec
+from probemon.monitor.rule_spec import Rule, RuleSpec
+from probemon.monitor.rules import check_asked
 from probemon.ops.budget import Budget
 from probemon.ops.deployment.deployment import Deployment
 from probemon.ops.server.held import Holding
@@ -58,6 +60,7 @@ class Prepared:
 
     - `prompts`, `max_tokens`: ids, and tokens of the answers, for each prompt
     - `shown [P]`: mask of reported probes; None for all
+    - `marks`: of the reasoning that is told apart; None if there is one text
     """
 
     request: Request
@@ -66,6 +69,7 @@ class Prepared:
     max_tokens: tuple[int, ...]
     rules: tuple[tuple[RuleSpec, tuple[int, ...]], ...]
     shown: Mask | None
+    marks: ReasoningMarks | None
 
 
 class Served:
@@ -87,6 +91,7 @@ class Served:
     ) -> None:
         self.followers = tuple(followers)
         self.name, self.model, self.tokenizer, self.manager, self.limits = name, model, tokenizer, manager, limits
+        self.marks = marks_of(tokenizer)
         check_mode(model)
         self.holding = Holding(manager, tokenizer, deployment)
         self.budget: Budget | None = None  # shared by all answers, like the circuit
@@ -136,9 +141,9 @@ class Served:
         shown, rules = self._shown(watch), self._rules(watch)
         prompts = tuple(tuple(ids) for ids in self._encoded(request))
         param = "messages" if request.kind == "chat" else "prompt"
-        return Prepared(
-            request, watch, prompts, tuple(self._room(ids, request, param) for ids in prompts), rules, shown
-        )
+        max_tokens = tuple(self._room(ids, request, param) for ids in prompts)
+        marks = self.marks if request.kind == "chat" else None
+        return Prepared(request, watch, prompts, max_tokens, rules, shown, marks)
 
     # -- tokens ----------------------------------------------------------------------------------
 
@@ -151,7 +156,14 @@ class Served:
             )
         try:
             with self._encoding:  # a template may write today's date, which is right here
-                return [render(self.tokenizer, request.messages, tools=request.tools, add_generation_prompt=True).ids]
+                chat = render(
+                    self.tokenizer,
+                    request.messages,
+                    tools=request.tools,
+                    add_generation_prompt=True,
+                    options=request.template_options,
+                )
+                return [chat.ids]
         except ChatRefused as error:
             raise RequestRefused(f"{self.name}: {error}", error.param) from error
 
@@ -185,10 +197,15 @@ class Served:
         held = self.holding.now
         return shown_probes(self.manager, watch, held.exclude, held.always_on)
 
+    def _made(self, rule: RuleSpec) -> list[Rule]:
+        made = rule.rules(self.manager.pack)
+        check_asked(made, self.tokenizer)
+        return made
+
     def _rules(self, watch: RequestedWatch) -> tuple[tuple[RuleSpec, tuple[int, ...]], ...]:
         rules: list[tuple[RuleSpec, tuple[int, ...]]] = []
         for at, rule in enumerate(watch.rules):
-            made = _refused(f"probemon.rules[{at}]", partial(rule.rules, self.manager.pack))
+            made = _refused(f"probemon.rules[{at}]", partial(self._made, rule))
             rules.append((rule, tuple(probe for one in made for probe in one.probes)))
         probes = [probe for _, probes in rules for probe in probes]
         if len(probes) > self.limits.names:

@@ -40,8 +40,13 @@ class Told:
         text: str,
         span: tuple[int, int] | None,
         phase: str,
+        part: str | None = None,
     ) -> dict[str, Any]:
-        """Return the TOKEN of state `i`. `span`: (start, end) in the answer; None for a prompt token."""
+        """Return the TOKEN of state `i`.
+
+        - `span`: (start, end) in the text of its part; None for a prompt token
+        - `part`: "reasoning", or None
+        """
         probes, values = scores.active(i), scores.active_scores(i)
         fired = scores.fired(i)
         if self._shown is not None:
@@ -56,6 +61,7 @@ class Told:
             "start": None if span is None else span[0],
             "end": None if span is None else span[1],
             "phase": phase,
+            **({} if part is None else {"part": part}),
             "top": self._top(probes, values, strengths),
             "fired": fired.tolist(),
             "strengths": [_strength(value) for value in strengths[np.isin(probes, fired)]],

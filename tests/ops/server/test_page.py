@@ -7,7 +7,8 @@ import sys
 import time
 
 from probemon.util.harmless_text import harmless
-from served_page import ENDED, READY, ask, assert_shows, leaders_of, open_file, record, shown, visit
+from running_server import Running, thinking_served
+from served_page import ENDED, READY, ask, assert_shows, concepts_of, leaders_of, open_file, record, shown, visit
 
 ANSWER = "new URLSearchParams(location.hash.slice(1)).get('answer')"
 
@@ -66,6 +67,43 @@ def test_tokens_are_marked_as_recorded_and_panels_describe_the_pinned_one(page_b
     fires = page("[...document.querySelectorAll('#tree .node.fires')].map((n) => n.row.c)")
     first_parents = {c: concepts[c]["parents"][:1] for c in known["tokens"][at]["fired"]}
     assert set(fires) == set(first_parents)
+
+
+def test_reasoning_is_shown_dimmed_above_the_reply(page_browser, tmp_path):
+    """As its tokens come, and from the record; a saved answer keeps it."""
+    concepts = concepts_of([f"concept {i}" for i in range(40)])
+    served = thinking_served(tmp_path / "pack", [{"role": "user", "content": "Whales?"}], concepts=concepts, n=40)
+    running = Running(served)
+    parts = """['thought', ''].map((kind) => [...document.querySelectorAll('#answer .tok:not(.own)')].filter((n) =>
+      n.classList.contains('thought') === !!kind).map((n) => n.at.map((i) => document.getElementById('answer')
+      .choice.tokens[i].position)).flat())"""
+    try:
+        following = visit(page_browser, running)
+        name = ask(running, "Whales?")
+        known = record(running, name)["choices"][0]
+        assert known["reasoning"] and known["text"]
+        spoken = [token for token in known["tokens"] if token["token_id"] not in served.marks]
+        for arrives in (lambda: following, lambda: visit(page_browser, running, f"#answer={name}")):
+            page = arrives()  # the first follows new answers
+            page.until(f"{ANSWER} === {name!r}")
+            page.until(ENDED)
+            assert_shows(page, running, name)
+            labels = "[...document.querySelectorAll('#answer .label')].map((n) => n.textContent)"
+            assert page(labels) == ["Reasoning", "Reply"]
+            assert page(parts) == [
+                [token["position"] for token in spoken if token.get("part") == part and token["start"] < len(text)]
+                for part, text in (("reasoning", known["reasoning"]), (None, known["text"]))
+            ]
+            colours = page(
+                "['.tok.thought:not(.own)', '.tok:not(.thought)'].map((one) =>"
+                " getComputedStyle(document.querySelector('#answer ' + one)).color)"
+            )
+            assert colours[0] != colours[1]
+        saved = page("import('/page/state.js').then(({ recordOf }) => recordOf(document.getElementById('answer').run))")
+        assert saved["choices"][0]["reasoning"] == known["reasoning"]
+    finally:
+        page_browser.close_pages()
+        running.close()
 
 
 def test_page_does_not_depend_on_the_clients_top_k(page_browser, page_server):

@@ -21,7 +21,7 @@ def test_records_stay_under_the_byte_limit_and_running_ones_are_kept():
         record = records.begin(f"r{n}", own)
         for at in range(20):
             records.add(record, own["choices"][0]["tokens"], {"position": at}, 15)
-            records.add_text(record, own["choices"][0], "word ")
+            records.add_text(record, own["choices"][0], "text", "word ")
         records.set(record, own["choices"][0], {"finish_reason": "length"})
         records.end(record)
         kept = [json.loads(records.get(one["request"])) for one in records.list()]

@@ -30,6 +30,8 @@ function messageNode(app, run, message, i) {
       known !== null &&
         el("a", { href: hashOf({ ...NOWHERE, answer: known.run.id, choice: known.i }) }, "its concepts"),
     ),
+    message.reasoning_content &&
+      el("div", { class: "text thought", dir: "auto" }, harmless(textOf(message.reasoning_content), "\n\t")),
     el("div", { class: "text", dir: "auto" }, harmless(textOf(message.content), "\n\t")),
   );
 }

@@ -93,6 +93,7 @@ export function readSaved(text) {
     !run.choices.every(
       (choice) =>
         typeof choice?.text === "string" &&
+        typeof (choice.reasoning ?? "") === "string" &&
         Array.isArray(choice.tokens) &&
         choice.tokens.every(isToken) &&
         Array.isArray(choice.events),

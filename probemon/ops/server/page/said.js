@@ -2,6 +2,7 @@
 
 import { percent, plural, score } from "./words.js";
 import { clip } from "./harmless.js";
+import { isReasoning } from "./state.js";
 
 const LINES = 5;
 
@@ -55,7 +56,7 @@ export const stoppedBy = (event, kind = "") =>
 export function linesOf(view, i) {
   const token = view.choice.tokens[i];
   const { leaders, near } = view.digest;
-  const head = `${quoted(token)} token ${token.position}`;
+  const head = `${quoted(token)} ${isReasoning(token) ? "reasoning " : ""}token ${token.position}`;
   if (token.unseen) return [head, `unseen: ${clip(token.unseen, 200)}`];
   const found = leaders[i] ?? [];
   const more = found.length > LINES ? [`and ${plural(found.length - LINES, "more concept")}`] : [];

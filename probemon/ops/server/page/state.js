@@ -6,8 +6,8 @@
 //   apply(state, "token", data);            // the id of the run that changed, or null
 //   merge(state, record);                   // a whole record of a run: what events have told already is not doubled
 //
-// A run: {id, created, kind, messages, prompt, options, n, choices, error, whole}. A choice: {text, finish, tokens,
-// events, summary, version}. Tokens name concepts by their numbers in a pack: in that of the run, which it has where it
+// A run: {id, created, kind, messages, prompt, options, n, choices, error, whole}. A choice: {text, reasoning, finish,
+// tokens, events, summary, version}. Tokens name concepts by their numbers in a pack: in that of the run, which it has where it
 // is of a file or of a server before this one (`before`), else in that of the state.
 // Tokens lie by position; a token that is told twice replaces itself, so that events after a reconnect, or beside a
 // record, do no harm.
@@ -18,6 +18,7 @@ export function newState() {
 
 export const newChoice = () => ({
   text: "",
+  reasoning: "",
   finish: null,
   tokens: [],
   events: [],
@@ -106,6 +107,9 @@ const nCharacters = (text) => {
   return n;
 };
 
+/** Whether the place of a token is in the reasoning, not in the reply. */
+export const isReasoning = ({ part }) => part === "reasoning";
+
 function addToken(choice, token) {
   if (token.phase !== "generated") return;
   const at = placeOf(choice.tokens, token.position);
@@ -113,12 +117,13 @@ function addToken(choice, token) {
   choice.tokens.splice(at, known ? 1 : 0, token);
   if (!known && choice.finish === null && token.start !== null) {
     // The text grows by the tokens; what is missing of it shows as such until the whole text comes with the end.
-    const have = nCharacters(choice.text);
+    const name = isReasoning(token) ? "reasoning" : "text";
+    const have = nCharacters(choice[name]);
     if (token.start > have) {
-      choice.text += "…".repeat(token.start - have);
+      choice[name] += "…".repeat(token.start - have);
       choice.holes = true;
     }
-    if (token.start >= have && token.end > token.start) choice.text += token.text;
+    if (token.start >= have && token.end > token.start) choice[name] += token.text;
   }
   choice.version++;
 }
@@ -138,9 +143,10 @@ function addEvent(choice, event) {
   choice.version++;
 }
 
-function endChoice(choice, { finish_reason, text, summary }) {
+function endChoice(choice, { finish_reason, text, reasoning, summary }) {
   choice.finish = finish_reason ?? choice.finish;
   if (typeof text === "string") choice.text = text;
+  if (typeof reasoning === "string") choice.reasoning = reasoning;
   choice.summary = summary ?? choice.summary;
   choice.version++;
 }
@@ -188,8 +194,9 @@ export function merge(state, record) {
     for (const token of told.tokens ?? []) addToken(choice, token);
     for (const event of told.events ?? []) addEvent(choice, event);
     if (told.finish_reason) endChoice(choice, told);
-    else if (nCharacters(told.text ?? "") > nCharacters(choice.text) || choice.holes) {
-      choice.text = told.text ?? "";
+    else {
+      for (const name of ["text", "reasoning"])
+        if (nCharacters(told[name] ?? "") > nCharacters(choice[name]) || choice.holes) choice[name] = told[name] ?? "";
       choice.holes = false;
     }
     choice.version++;
@@ -228,8 +235,9 @@ export function recordOf(run) {
     prompt: run.prompt,
     options: run.options,
     error: run.error,
-    choices: run.choices.map(({ text, finish, tokens, events, summary }) => ({
+    choices: run.choices.map(({ text, reasoning, finish, tokens, events, summary }) => ({
       text,
+      ...(reasoning && { reasoning }),
       finish_reason: finish,
       tokens,
       events,

@@ -6,26 +6,47 @@ import { segments } from "./segments.js";
 import { strengthAt, tint, utf16Places } from "./digest.js";
 import { clip, harmless } from "./harmless.js";
 import { nameOf, stoppedBy } from "./said.js";
+import { isReasoning } from "./state.js";
 
 const HUES = 8;
 export const hueOf = (mark) => (mark - 1) % HUES;
 
 /**
- * Pieces of the text: {text, at}, `at` the indices of the tokens that stand in it; then the tokens that add no text,
+ * Pieces of a text: {text, at}, `at` the indices of the tokens that stand in it; then the tokens that add no text,
  * like that of the end.
  */
-function piecesOf(choice) {
-  const place = utf16Places(choice.text);
+function piecesIn(whole, tokens, indices) {
+  const place = utf16Places(whole);
   const inText = [];
   const own = [];
-  choice.tokens.forEach((token, i) => {
-    if (token.start === null || (token.start === token.end && place(token.end) >= choice.text.length)) own.push(i);
-    else inText.push({ start: place(token.start), end: place(token.end), i });
-  });
-  const pieces = choice.text
-    ? segments(choice.text, inText).map(([text, tokens]) => ({ text, at: tokens.map(({ i }) => i), own: false }))
+  for (const i of indices) {
+    const { start, end } = tokens[i];
+    if (start === null || (start === end && place(end) >= whole.length)) own.push(i);
+    else inText.push({ start: place(start), end: place(end), i });
+  }
+  const pieces = whole
+    ? segments(whole, inText).map(([text, found]) => ({ text, at: found.map(({ i }) => i), own: false }))
     : [];
-  return [...pieces, ...own.map((i) => ({ text: choice.tokens[i].text, at: [i], own: true }))];
+  return [...pieces, ...own.map((i) => ({ text: tokens[i].text, at: [i], own: true }))];
+}
+
+/** Pieces of an answer. Those of reasoning, and its marks, come first; then each part begins with a label. */
+function piecesOf({ text, reasoning, tokens }) {
+  const thoughts = tokens.map(isReasoning);
+  const all = [...tokens.keys()];
+  if (!reasoning && !thoughts.includes(true)) return piecesIn(text, tokens, all);
+  const isMark = (i) =>
+    !thoughts[i] && tokens[i].start === tokens[i].end && (thoughts[i - 1] || thoughts[i + 1]) === true;
+  const first = thoughts.indexOf(true);
+  const marks = all.filter(isMark).map((i) => ({ text: tokens[i].text, at: [i], own: true }));
+  const thought = [
+    ...marks.filter(({ at }) => at[0] < first),
+    ...piecesIn(reasoning, tokens, all.filter((i) => thoughts[i])),
+    ...marks.filter(({ at }) => at[0] > first),
+  ].map((piece) => ({ ...piece, thought: true }));
+  const reply = piecesIn(text, tokens, all.filter((i) => !thoughts[i] && !isMark(i)));
+  const label = (words) => ({ text: words, at: [], label: true });
+  return [label("Reasoning"), ...thought, ...(reply.length ? [label("Reply"), ...reply] : [])];
 }
 
 /** What leads at a piece: the chosen concept alone where there is one. Of several tokens in one piece the strongest. */
@@ -49,6 +70,7 @@ function look(view, piece, previous) {
   const leader = later ? null : leaderOf(view, piece.at);
   const events = choice.events.filter(({ position }) => tokens.some((token) => token.position === position));
   if (piece.own) kinds.push("own");
+  if (piece.thought) kinds.push("thought");
   if (later) kinds.push("later");
   if (tokens.length && tokens.every(({ unseen }) => unseen)) kinds.push("unseen");
   if (piece.at.includes(view.pinned)) kinds.push("pinned");
@@ -63,7 +85,12 @@ function look(view, piece, previous) {
   return { kind: kinds.join(" "), mark, stop, leader: leader?.c ?? null };
 }
 
-function build({ text, at, own }) {
+/** What a drawn piece is known by. */
+const keyOf = ({ text, at, own, label }) => `${own}${label}${at}|${text}`;
+
+function build(piece) {
+  const { text, at, own, label } = piece;
+  if (label) return { node: el("span", { class: "label" }, text), mark: null, key: keyOf(piece) };
   // The space before a word is of its token, but a mark looks like a word's when it begins where that does.
   const lead = text.length - text.trimStart().length;
   const blank = own || lead === text.length ? 0 : lead;
@@ -71,7 +98,7 @@ function build({ text, at, own }) {
   const mark = el("span", at.length ? { tabindex: "-1" } : {}, shown);
   const node = el("span", {}, text.slice(0, blank), mark);
   mark.at = at;
-  return { node, mark, key: `${own}${at}|${text}` };
+  return { node, mark, key: keyOf(piece) };
 }
 
 /**
@@ -81,20 +108,20 @@ function build({ text, at, own }) {
  */
 export function drawTokens(box, view) {
   const drawn = box.drawn ?? [];
-  const pieces = view.choice.tokens.length || view.choice.text ? piecesOf(view.choice) : [];
+  const pieces = piecesOf(view.choice);
   let previous = null;
   pieces.forEach((piece, k) => {
-    const key = `${piece.own}${piece.at}|${piece.text}`;
-    if (drawn[k]?.key !== key) {
+    if (drawn[k]?.key !== keyOf(piece)) {
       const made = build(piece);
       if (drawn[k]) drawn[k].node.replaceWith(made.node);
       else box.append(made.node);
       drawn[k] = made;
     }
+    if (piece.label) return;
     const { kind, mark, stop, leader } = look(view, piece, previous);
     const entry = drawn[k];
     if (/\S/.test(piece.text)) previous = leader;
-    const plain = piece.at.length ? kind : "tok plain";
+    const plain = piece.at.length ? kind : piece.thought ? "tok plain thought" : "tok plain";
     if (entry.mark.className !== plain) entry.mark.className = plain;
     if ((entry.mark.dataset.mark ?? "") !== mark) {
       if (mark) entry.mark.dataset.mark = mark;

@@ -162,7 +162,8 @@ def test_rules_on_reasoning_or_reply_are_met_there_alone(thinking):
     first, last = written.index(begin), written.index(end)
     inside = list(range(first + 1, last))
     expected = Counter()
-    for places in (inside, [at for at in range(len(over)) if at not in inside], range(len(over))):
+    reply = [at for at in range(len(over)) if at not in (*inside, first, last)]
+    for places in (inside, reply, range(len(over))):
         before = False
         for at in places:
             expected[len(ids) + at] += over[at] and not before

@@ -111,14 +111,18 @@ def reasons(message: Message) -> bool:
 def reasoning_in(content: str) -> tuple[int, int, int] | None:
     """Return where reasoning within a content starts and ends, and where the answer starts; None if there is none.
 
-    It may lack <think>, which some prompts end with, or </think>, if the answer was cut off.
+    It may lack <think>, which some prompts end with, if </think> is alone on its line; or </think>, if the answer was
+    cut off.
     """
     begin = len(content) - len(content.lstrip())
     is_opened = content.startswith(_OPENS, begin)
     start = begin + len(_OPENS) if is_opened else 0
     stop = content.find(_SHUTS, start)
-    if stop < 0 and not is_opened:
-        return None
+    if not is_opened:  # an answer may also speak of the marks: alone on its line, it is one
+        lines = content.partition(_SHUTS)
+        is_alone = lines[0].endswith("\n") and (not lines[2] or lines[2].startswith("\n"))
+        if stop < 0 or not is_alone or _OPENS in lines[0]:
+            return None
     answer = len(content) if stop < 0 else stop + len(_SHUTS)
     stop = len(content) if stop < 0 else stop
     start = stop - len(content[start:stop].lstrip("\n"))
@@ -139,7 +143,7 @@ def with_other_reasoning(message: Message, reasoning: str) -> dict[str, Any]:
 
 def stated_reasoning(message: Message) -> str:
     """Return the reasoning of a message's own field, or ""."""
-    return next((str(message[name]) for name in _FIELDS if isinstance(message.get(name), str)), "").strip("\n")
+    return next((one.strip("\n") for one in map(message.get, _FIELDS) if isinstance(one, str) and one.strip()), "")
 
 
 def _with_reasoning(message: Message, where: str) -> dict[str, Any]:
@@ -173,6 +177,8 @@ def check_said(messages: Any, roles: Sequence[str] | None = ROLES) -> None:
         if not isinstance(role, str) or (roles is not None and role not in roles):
             choices = f" ({', '.join(roles)})" if roles is not None else ""
             raise ChatRefused(f"messages[{at}] has the role {role!r:.60}: a message has a 'role'{choices}", at, "role")
+        if message.get("audio"):
+            raise ChatRefused(f"messages[{at}] has audio; texts only: leave out this chat", at, "audio")
         if not isinstance(_joined(message.get("content"), role), str):
             raise ChatRefused(
                 f"messages[{at}] has a content that is no text: a message has a text as 'content', or a list of text"

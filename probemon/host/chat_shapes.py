@@ -22,6 +22,7 @@ from probemon.host.chat_forms import ROLES
 from probemon.util.strict_json import loads
 
 Row = Mapping[str, Any]
+_NUMBERED = ("Anthropic messages", "OpenAI messages", "ShareGPT", "inspect-ai sample")  # of one list of messages
 Turn = dict[str, Any]
 _Chats = list[tuple[list[Turn], list[Any] | None, str]]  # messages, tools, part
 _LIST = (list, tuple)
@@ -42,12 +43,29 @@ _WRITTEN = re.compile(rf'\s*(\[\s*)?\{{\s*"(role"\s*:\s*"({"|".join(ROLES)})"|me
 
 @dataclass(frozen=True)
 class ShapedChat:
-    """A chat of a row; `part` is "chosen" or "rejected" of a pair."""
+    """A chat of a row; `part` is "chosen" or "rejected" of a pair.
+
+    `numbers`: of each message, in the row's list of messages; None for one that is not in it.
+    """
 
     shape: str
     messages: list[Turn]
     tools: list[Any] | None = None
     part: str = ""
+
+    @property
+    def numbers(self) -> list[int | None]:
+        if self.shape not in _NUMBERED or not any(isinstance(turn, _Numbered) for turn in self.messages):
+            return list(range(len(self.messages)))
+        return [getattr(turn, "number", None) for turn in self.messages]
+
+
+class _Numbered(dict[str, Any]):
+    """A turn with the number of its message in a list."""
+
+    def __init__(self, turn: Turn, number: int) -> None:
+        super().__init__(turn)
+        self.number = number
 
 
 def shape_of(row: Row) -> str:
@@ -70,7 +88,8 @@ def chats_as(shape: str, row: Row) -> list[ShapedChat]:
 def check_shape(shape: str, error: type[ProbemonError] = ConfigError) -> None:
     """Raise an error for what names no shape; "" is to recognise it."""
     if shape and shape not in SHAPES:
-        raise error(f"format is {shape!r:.60}{closest(shape, SHAPES)}: give one of {', '.join(SHAPES)}")
+        near = next((f", did you mean {name!r}?" for name in SHAPES if name.casefold() == shape.casefold()), "")
+        raise error(f"format is {shape!r:.60}{near or closest(shape, SHAPES)}: give one of {', '.join(SHAPES)}")
 
 
 def _a(kind: Any, value: Any, where: str) -> Any:
@@ -92,7 +111,7 @@ def _turn(role: str, content: str, **more: Any) -> Turn:
 def _turns(messages: Any, where: str) -> list[Turn]:
     """Convert messages of OpenAI, Anthropic or inspect-ai."""
     listed = _a(_LIST, messages, f"'{where}'")
-    return [turn for at, message in enumerate(listed) for turn in _turns_of(message, f"{where}[{at}]")]
+    return [_Numbered(turn, at) for at, message in enumerate(listed) for turn in _turns_of(message, f"{where}[{at}]")]
 
 
 def _turns_of(message: Any, where: str) -> list[Turn]:
@@ -114,7 +133,8 @@ def _turns_of(message: Any, where: str) -> list[Turn]:
     more |= {name: _optional(message, name, where) for name in names}
     function = more.pop("function", "")  # inspect-ai's name of a tool
     more["name"] = more["name"] or function
-    return [*found["result"], _turn(role, "".join(found["text"]), **more)]
+    # Texts on both sides of a call are two.
+    return [*found["result"], _turn(role, ("\n\n" if found["call"] else "").join(found["text"]), **more)]
 
 
 def _said(message: Row, role: str, where: str) -> Any:
@@ -210,7 +230,7 @@ def _is_anthropic(row: Row) -> bool:
 
 
 def _sharegpt(row: Row) -> _Chats:
-    name = "conversation" if row.get("conversations") is None else "conversations"
+    name = "conversations" if row.get("conversation") is None else "conversation"
     given = [_of_sharegpt(item, f"{name}[{at}]") for at, item in enumerate(_a(_LIST, row.get(name), f"'{name}'"))]
     return _with_system(row, _turns(given, name))
 
@@ -241,8 +261,9 @@ def _replied(prompt: Any, reply: Any, name: str) -> list[Turn]:
 
 def _continued(asked: list[Turn], answer: list[Turn]) -> list[Turn]:
     """Join turns; an answer that repeats what was asked is the whole chat."""
-    is_whole = answer[0]["role"] not in ("assistant", "tool") and all(turn in answer for turn in asked)
-    return answer if is_whole else asked + answer
+    said = [(turn["role"], turn["content"].strip()) for turn in answer]
+    repeats = all((turn["role"], turn["content"].strip()) in said for turn in asked)
+    return answer if answer[0]["role"] not in ("assistant", "tool") and repeats else asked + answer
 
 
 def _completion(row: Row) -> _Chats:
@@ -263,7 +284,12 @@ def _human(text: str, name: str) -> list[Turn]:
 def _alpaca(row: Row) -> _Chats:
     asked = [_a(str, row.get("instruction"), "'instruction'"), _optional(row, "input")]
     answer = _turn("assistant", _a(str, row.get("output"), "'output'"))
-    return [([_turn("user", "\n\n".join(filter(None, asked))), answer], None, "")]
+    turns = list[Turn]()
+    for at, pair in enumerate(row.get("history") or ()):
+        if not isinstance(pair, _LIST) or len(pair) != 2 or not all(isinstance(text, str) for text in pair):
+            raise ChatRefused(f"history[{at}] is no pair of texts: give [question, answer]")
+        turns += [_turn("user", pair[0]), _turn("assistant", pair[1])]
+    return _with_system(row, [*turns, _turn("user", "\n\n".join(filter(None, asked))), answer])
 
 
 def _batch(row: Row) -> _Chats:
@@ -401,5 +427,5 @@ FIELDS: Mapping[str, frozenset[str]] = {
     "hh-rlhf": frozenset({"chosen", "rejected"}),
     "chosen and rejected": frozenset({"prompt", "chosen", "rejected", "tools"}),
     "prompt and completion": frozenset({"prompt", "completion", "response", "tools"}),
-    "Alpaca": frozenset({"instruction", "input", "output"}),
+    "Alpaca": frozenset({"instruction", "input", "output", "system", "history"}),
 }

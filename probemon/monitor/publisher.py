@@ -214,7 +214,8 @@ class Publisher:
             self._passing.update((id(rule), rule) for rule in passing)
         if not watch.rules:
             return
-        for rule, i, fields in watch.panel.ask(placed, scores, generation.states_of_rule, self._marks):
+        asked = watch.panel.ask(placed, scores, generation.states_of_rule, self._marks, generation.ids_before)
+        for rule, i, fields in asked:
             if "blind" not in fields and reads is not None:
                 fields["reading"] = tuple(reads.of(i))
             self._meet(self._pack, rule, batch, generation, i, fields)
@@ -223,8 +224,18 @@ class Publisher:
         scores = batch.functions.get(name)
         if scores is None or not ruled.panel.asks(batch.placed.phase):
             return
+        placed = batch.placed
+        if unseen := Counter(filter(None, scores.unseen)):
+            passing = [rule for rule in ruled.rules if self._passes(rule, batch, unseen)]
+            if passing:
+                self._unjudged.update(unseen)
+                self._passing.update((id(rule), rule) for rule in passing)
         met = ruled.panel.ask(
-            batch.placed, scores.as_scores(), lambda number: generation.states_of_rule(f"{name} {number}"), self._marks
+            placed,
+            scores.as_scores(),
+            lambda number: generation.states_of_rule(f"{name} {number}"),
+            self._marks,
+            generation.ids_before,
         )
         for rule, i, fields in met:
             self._meet(ruled.pack, rule, batch, generation, i, fields)

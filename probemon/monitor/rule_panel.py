@@ -53,14 +53,18 @@ class RulePanel:
         scores: Scores,
         states: Callable[[int], dict[int, Any]],
         marks: ReasoningMarks | None = None,
+        before: Callable[[int, int, int], tuple[int, ...]] | None = None,
     ) -> Iterator[tuple[Rule, int, Known]]:
         """Yield `(rule, i, fields)` for each rule met or blind at entry `i` of `placed`, in the order of rules, then
         tokens.
 
         - `states(number)`: a rule's state by row; values are replaced, never changed in place
         - `marks`: of reasoning, for rules on parts of the answer
+        - `before(row, column, n)`: the last ids before a column, for prompts from a cache
         """
-        reasons = _reasons(placed, states(OF_PARTS), marks) if self._by_part and marks is not None else None
+        reasons = None
+        if self._by_part and marks is not None:
+            reasons = _reasons(placed, states(OF_PARTS), marks, before)
         matches: dict[int, list[tuple[int, Known]]] = {}
         if len(self._at) and placed.phase == GENERATED:
             self._compare(placed, scores, states(OF_PANEL), matches)
@@ -107,16 +111,22 @@ def _is_plain(rule: Rule) -> bool:
     return type(rule.aggregator) is Each and rule.within == "answer" and not rule.also
 
 
-def _reasons(placed: PlacedTokens, states: dict[int, Any], marks: ReasoningMarks) -> list[bool | None]:
+def _reasons(
+    placed: PlacedTokens,
+    states: dict[int, Any],
+    marks: ReasoningMarks,
+    before: Callable[[int, int, int], tuple[int, ...]] | None,
+) -> list[bool | None]:
     """Return which tokens are reasoning, None for marks. A row's state: the end of its prompt, then a flag."""
     found = list[bool | None]()
-    for row, id in zip(placed.rows.tolist(), placed.ids.tolist(), strict=True):
+    for row, column, id in zip(placed.rows.tolist(), placed.columns.tolist(), placed.ids.tolist(), strict=True):
         state = states.get(row, ())
         if placed.phase == PROMPT:
-            before = state if isinstance(state, tuple) else ()
-            states[row] = (*before, id)[-N_LAST:]
+            states[row] = (*(state if isinstance(state, tuple) else ()), id)[-N_LAST:]
             found.append(None)
             continue
+        if isinstance(state, tuple) and len(state) < N_LAST and before is not None:  # of a prompt from a cache
+            state = before(row, column, N_LAST)
         is_open = marks.opened_by(state) if isinstance(state, tuple) else state
         [reasons], states[row] = marks.parts([id], is_open)
         found.append(reasons)

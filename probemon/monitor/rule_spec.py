@@ -264,6 +264,11 @@ class RuleSpec:
             },
         }
 
+    @property
+    def listed(self) -> tuple[Any, ...]:
+        """Return the concepts that a list names."""
+        return (*(self.concept if isinstance(self.concept, list) else ()), *self.all_of)
+
     def _with_alert_set(self, pack: AnyPack) -> AnyPack:
         field, name = "alert_set", self.alert_set
         if self.rate is not None:

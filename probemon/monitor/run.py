@@ -201,6 +201,10 @@ class MonitorRun:
         spec = RuleSpec.from_dict(spec_fields)
         function = next((one for one in self._function_probes if one.name == concept), None)
         if function is None:
+            if named := next((one.name for one in self._function_probes if one.name in spec.listed), None):
+                raise ConfigError(
+                    f"{named!r} is a function, which takes rules by its name alone: give it one of its own"
+                )
             self.add_rules(self._lending(spec.rules(self.manager.pack)))
             return
         self._check_not_ended("a rule")

@@ -126,6 +126,13 @@ class Generation:
             self.drafting -= 1
             self.prepared = False
 
+    def ids_before(self, row: int, column: int, n: int) -> tuple[int, ...]:
+        """Return the last `n` known ids of a row before a column of the padded sequence."""
+        if self.ids is None or row >= len(self.ids):
+            return ()
+        stop = max(0, column - self.begin)
+        return tuple(int(id) for id in self.ids[row, max(0, stop - n) : stop])
+
     def states_of_rule(self, number: int | str) -> dict[int, Any]:
         """Return a rule's state by row; a text for rules of a function."""
         return self.rule_states.setdefault(number, {})

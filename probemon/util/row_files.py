@@ -34,7 +34,7 @@ from probemon.util.extras import import_arrow
 from probemon.util.first_sentence import first_sentence
 from probemon.util.strict_json import loads
 
-Row = tuple[str, Mapping[str, Any]]
+Row = tuple[str, Mapping[str, Any] | ConfigError]  # an error is of this row alone
 MOST_TIMES, ALWAYS_BYTES = 200, 64 << 20  # against decompression bombs; texts grow some ten times
 MOST_TEXT = 1 << 30  # characters of a JSON document, a line or a cell
 _CSV, _TSV, _ARRAY, _OBJECT, _FEATHER, _ARROW = "CSV", "TSV", "a JSON array", "one JSON object", "Feather", "Arrow"
@@ -65,7 +65,10 @@ def reads(path: Path) -> str:
 
 
 def rows_of(path: Path, *, encoding: str = "utf-8") -> Iterator[Row]:
-    """Read rows, each with where it is. `encoding`: of texts without a byte order mark. Raises `ConfigError`."""
+    """Read rows, each with where it is; a bad row is an error instead. `encoding`: of texts without a byte order mark.
+
+    Raises `ConfigError` where no further row can be read.
+    """
     check_encoding(encoding)
     try:
         kind = reads(path)
@@ -232,7 +235,7 @@ def _table(path: Path, usual: str, encoding: str) -> Iterator[Row]:
                     header, names = cells, _columns(cells, path.name)
                 elif len(cells) != len(header):
                     counts = f"{len(cells)} cells, and the header has {len(header)}"
-                    raise ConfigError(f"{where} has {counts}: quote texts that hold {_SEPARATORS[separator]}")
+                    yield where, ConfigError(f"{where} has {counts}: quote texts that hold {_SEPARATORS[separator]}")
                 elif any(cells):
                     values = zip(names, cells[len(header) - len(names) :], strict=True)
                     yield where, {name: cell for name, cell in values if cell}

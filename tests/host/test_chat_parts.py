@@ -126,11 +126,13 @@ def test_prompts_state_earlier_reasoning_in_the_field_that_the_template_reads():
     [
         ("<think>\nSo.\n</think>\n\nYes.", "So.", "Yes."),
         ("\n<think>So.</think>Yes.", "So.", "Yes."),
-        ("So.</think>Yes.", "So.", "Yes."),
+        ("So.\n</think>\n\nYes.", "So.", "Yes."),
+        ("So.</think>Yes.", None, None),  # it may speak of the mark
+        ("Write <think> first.\n</think>\nYes.", None, None),
         ("<think>\n\n</think>\n\nYes.", "", "Yes."),
         ("<think>So it", "So it", ""),
         ("<think>", "", ""),
-        ("</think>Yes.", "", "Yes."),
+        ("\n</think>\nYes.", "", "Yes."),
         ("<think>a</think>b</think>c", "a", "b</think>c"),
         ("Yes.", None, None),
         ("Write <think> first.", None, None),

@@ -9,6 +9,7 @@ import logging
 import math
 import re
 import time
+import warnings
 
 import numpy as np
 import pytest
@@ -18,7 +19,7 @@ from transformers import GenerationConfig
 from conftest import EOS, PAD
 from probemon import DynamicProbeManager, JsonLinesSink, MemorySink, ParquetSink, function_probe
 from probemon.core.scores import GENERATED
-from probemon.errors import CallbackFailed, ConceptRaised, ConfigError, UnknownConcept
+from probemon.errors import CallbackFailed, ConceptRaised, ConfigError
 from probemon.monitor.function_probes import FunctionProbe
 from probemon.ops.judges.escalation import Escalate
 
@@ -259,12 +260,17 @@ def test_function_that_fails_is_named_and_ends_nothing(manager, model, caplog, f
     plain = model.generate(PROMPTS[:1], **GREEDY)
     caplog.set_level(logging.CRITICAL, logger="probemon")
     probe = function_probe(fn, SITE, "first")
-    with manager.attach(model, followers=[probe], callback_errors="report") as run:
+    with (
+        warnings.catch_warnings(record=True) as told,
+        manager.attach(model, followers=[probe], callback_errors="report") as run,
+    ):
         run.on("first", above=0.6)
         out = model.generate(PROMPTS[:1], **GREEDY)
     result = run.result(out)
     assert torch.equal(out, plain) and not run.events and result.coverage.n_unseen == 1
     unseen = result.functions["first"].unseen[:-1]
+    is_silent = not any(unseen[i] for i in result.tokens_of(0, "generated")[:-1])  # the rule is of the answer
+    assert is_silent or "so 1 rule could not be asked of them" in str(told[0].message)
     n_wrong = sum(text == reason for text in unseen)
     assert unseen[0] == reason and set(unseen) <= {reason, ""}
     assert (probe.n_unseen, probe.why_unseen, probe.n_tokens) == (n_wrong, {reason: n_wrong}, 9)
@@ -336,6 +342,7 @@ def test_unusable_functions_and_rules_are_refused(manager, model):
         ]:
             with pytest.raises(ConfigError, match=message):
                 run.on("first", **rule)
-        with pytest.raises(UnknownConcept, match="first"):
-            run.on(all_of=[taken, "first"], above=0.5)
+        for rule in ({"all_of": [taken, "first"]}, {"concept": [taken, "first"]}):
+            with pytest.raises(ConfigError, match="'first' is a function, which takes rules by its name alone"):
+                run.on(**rule, above=0.5)
     assert isinstance(two[0], FunctionProbe)

@@ -127,6 +127,24 @@ def test_rules_on_reasoning_need_a_tokenizer_that_marks_it(manager, model):
 
 
 @torch.no_grad()
+def test_part_of_an_answer_is_known_if_its_prompt_came_from_a_cache(manager, model):
+    from transformers import DynamicCache
+
+    prompt = torch.tensor([[3, 5, 8, 9, 21, 13, 4]])  # ends with reasoning begun
+    events = {}
+    for cached in (0, 6):
+        cache = DynamicCache()
+        if cached:
+            model(prompt[:, :cached], past_key_values=cache)
+        with manager.attach(model, Thinking(13, 60)) as run:
+            run.on("c*", above=0.0, within="reasoning", action="record")
+            run.on("c*", above=0.0, within="reply", action="record")
+            model.generate(prompt, past_key_values=cache, **GREEDY)
+        events[cached] = [(event.concept, event.column) for event in run.events]
+    assert events[0] == events[6] and events[0]
+
+
+@torch.no_grad()
 def test_prompt_rule_stops_a_sequence_at_its_first_generated_token(manager, model):
     scores = scores_of(manager, model, torch.cat([PROMPTS, PROMPTS[:, :1]], 1), MASK)
     highest = {row: np.max([scores[row, column] for column in range(2, 7)], axis=0) for row in (0, 1)}

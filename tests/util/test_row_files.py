@@ -148,9 +148,6 @@ def test_packed_tables(tmp_path, suffix, pack):
 @pytest.mark.parametrize(
     ("data", "said"),
     [
-        ("text,label\nHi,a\nYo\n", r"row 2 has 1 cells, and the header has 2: quote texts that hold commas"),
-        ("text;label\nHi;a\nYo;b;c\n", r"row 2 has 3 cells, and the header has 2: quote texts that hold semicolons"),
-        ("text\nHi, you\n", r"row 1 has 2 cells, and the header has 1"),
         ("text,text\nHi,a\n", "two columns 'text': rename one"),
         ("text, text\nHi,a\n", "two columns 'text'"),
         ("text,,label\nHi,x,a\n", "columns without a name"),
@@ -165,6 +162,20 @@ def test_packed_tables(tmp_path, suffix, pack):
 )
 def test_bad_tables_are_refused(tmp_path, data, said):
     assert re.search(said, refusal(written(tmp_path / "t.csv", data)))
+
+
+@pytest.mark.parametrize(
+    ("data", "said"),
+    [
+        ("text,label\nHi,a\nYo\n", "row 2 has 1 cells, and the header has 2: quote texts that hold commas"),
+        ("text;label\nHi;a\nYo;b;c\n", "row 2 has 3 cells, and the header has 2: quote texts that hold semicolons"),
+        ("text\nHi\nHi, you\n", "row 2 has 2 cells, and the header has 1"),
+    ],
+)
+def test_row_of_other_cells_than_the_header_is_bad_alone(tmp_path, data, said):
+    path = written(tmp_path / "t.csv", data + data.splitlines()[1] + "\n")
+    good, bad, again = (row for _, row in rows_of(path))
+    assert good == again and isinstance(bad, ConfigError) and said in str(bad)
 
 
 def test_rows_before_a_bad_one_are_given(tmp_path):

@@ -212,6 +212,7 @@ def _report(analysis: Analysis, out: Path, as_json: bool) -> None:
 def _show(analysis: Analysis) -> None:
     from probemon.core.scores import unlike
     from probemon.engine.audit import Audit
+    from probemon.lab.corpora.documents import FURTHER
     from probemon.packs.strength import in_short
 
     totals, concepts = analysis.manifest["totals"], analysis.concepts()
@@ -225,6 +226,9 @@ def _show(analysis: Analysis) -> None:
         f" {counted(totals['tokens'], 'token')}, {totals['unseen']}"
         f" unseen, {counted(totals['rows'], 'row')}"
     )
+    reasons = analysis.documents(["reason"]).column("reason").to_pylist() if totals["bad_documents"] else []
+    for reason in [one for one in reasons if one.startswith(FURTHER)][:_SHOWN]:
+        say(f"caution: the rest of a file was not read: {reason.removeprefix(f'{FURTHER}: ')}")
     p, seen = len(concepts), max(1, totals["tokens"] - totals["unseen"])
     say(
         f"{counted(p, 'probe')}, {totals['active'] / seen:.0f} active and"

@@ -24,7 +24,7 @@ import json
 import os
 import sys
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sized
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -51,12 +51,13 @@ from probemon.util.file_kinds import (
 )
 from probemon.util.first_sentence import first_sentence
 from probemon.util.harmless_text import is_unicode
-from probemon.util.row_files import ALWAYS_BYTES, MOST_TIMES, check_encoding, opened, reads, rows_of, suffixes
+from probemon.util.row_files import ALWAYS_BYTES, MOST_TIMES, Row, check_encoding, opened, reads, rows_of, suffixes
 from probemon.util.strict_json import loads
 
 MAX_CHARS = 2_000_000
 # Compressed dictionaries of parquet columns are read whole; over the smaller bound, rows are read one by one.
 MAX_DICTIONARY_BYTES, LARGE_DICTIONARY_BYTES = 16 << 20, 2 << 20
+FURTHER = "cannot be read (further)"  # how the reason begins where the rest of a file is missing
 OPENAI, UTF_8 = "OpenAI messages", "utf-8"
 _MARK = "\ufeff".encode()  # byte order mark
 _JSON = (".jsonl", ".ndjson", ".json")
@@ -117,9 +118,16 @@ class Document:
         chat = render(tokenizer, row["messages"], tools=row["tools"], date=date)
         rendered = replace(self, text=chat.text, chat_date=date if chat.reads_date else "")
         try:
-            return replace(rendered, parts=parts_of(chat))
+            return replace(rendered, parts=tuple(_numbered(parts_of(chat), row.get("numbers"))))
         except ChatRefused as error:
             return replace(rendered, unplaced=str(error))
+
+
+def _numbered(parts: Iterable[ChatPart], numbers: Sequence[int | None] | None) -> Iterator[ChatPart]:
+    """Yield parts with the numbers that their messages have in the file, -1 for none."""
+    for part in parts:
+        number = part.turn if numbers is None else numbers[part.turn]
+        yield replace(part, turn=-1 if number is None else number)
 
 
 @dataclass(frozen=True)
@@ -248,7 +256,7 @@ def _of_item(item: Any, where: str, fields: _Fields) -> Iterator[_Row]:
         yield _Row(where, reason=f"neither a text nor an object: {type(item).__name__}")
         return
     shape = fields.shape or (shape_of(item) if item.get(fields.text) is None else "")
-    if shape and shape != OPENAI:
+    if shape and (shape != OPENAI or "messages" not in item):
         yield from _of_chats(item, where, fields, shape)
         return
     chat, reason = _chat(item, fields.text)
@@ -268,7 +276,10 @@ def _of_chats(item: Mapping[str, Any], where: str, fields: _Fields, shape: str) 
         part = chat.part or (str(at + 1) if len(chats) > 1 else "")
         name, number = item.get(fields.id), f"/{part}" if part else ""
         try:
-            said = json.dumps({"messages": chat.messages, "tools": chat.tools}, ensure_ascii=False)
+            chat_row = {"messages": chat.messages, "tools": chat.tools}
+            if chat.numbers != list(range(len(chat.messages))):
+                chat_row["numbers"] = chat.numbers
+            said = json.dumps(chat_row, ensure_ascii=False)
         except (TypeError, ValueError, RecursionError) as error:
             yield _Row(f"{where}{number}", None, name, f"its messages cannot be written as JSON ({error})", rest)
             continue
@@ -341,6 +352,8 @@ def _of_rows(path: Path, fields: _Fields) -> Iterator[_Row]:
     if first is None:
         raise ConfigError(f"{path} has no rows: there is nothing to read")
     row = first[1]
+    if isinstance(row, ConfigError):
+        raise row
     if fields.text not in row and not shape_of(row):
         raise ConfigError(
             f"{path} has no field {fields.text!r}, it has {', '.join(map(str, row))[:200]}: name the field of the texts"
@@ -348,12 +361,15 @@ def _of_rows(path: Path, fields: _Fields) -> Iterator[_Row]:
     return _readable(path, itertools.chain([first], rows), fields)
 
 
-def _readable(path: Path, rows: Iterator[tuple[str, Mapping[str, Any]]], fields: _Fields) -> Iterator[_Row]:
+def _readable(path: Path, rows: Iterator[Row], fields: _Fields) -> Iterator[_Row]:
     try:
         for where, item in rows:
-            yield from _of_item(item, _place(where), fields)
+            if isinstance(item, ConfigError):
+                yield _Row(_place(where), reason=str(item))
+            else:
+                yield from _of_item(item, _place(where), fields)
     except ConfigError as error:  # earlier rows stay
-        yield _Row(path.name, reason=f"cannot be read (further): {error}")
+        yield _Row(path.name, reason=f"{FURTHER}: {error}")
 
 
 def _place(where: str) -> str:
@@ -424,7 +440,7 @@ def _file(path: Path, where: str, fields: _Fields, max_chars: int) -> Iterator[_
         with opened(path, fields.encoding) as stream:
             yield from _lines(stream, where, _kind(path) == "json", fields, max_chars)
     except Exception as error:  # earlier rows stay
-        yield _Row(where, reason=f"cannot be read (further): {error}")
+        yield _Row(where, reason=f"{FURTHER}: {error}")
 
 
 def _kind(path: Path) -> str:
@@ -512,7 +528,9 @@ def _lines(stream: BinaryIO, where: str, as_json: bool, fields: _Fields, max_cha
         try:
             item = loads(line.decode(), halves=True)  # lone surrogates get a separate reason
         except UnicodeDecodeError as error:
-            yield _Row(at, reason=f"not UTF-8 (byte {error.start}: {error.reason})")
+            yield _Row(
+                at, reason=f"not UTF-8 (byte {error.start}: {error.reason}): give its encoding (--encoding latin-1)"
+            )
         except (ValueError, RecursionError) as error:
             yield _Row(at, reason=f"not valid JSON ({error})")
         else:
@@ -526,7 +544,9 @@ def _decoded(data: bytes, where: str) -> _Row:
     try:
         text = data.decode("utf-8")
     except UnicodeDecodeError as error:
-        return _Row(where, reason=f"not UTF-8 (byte {error.start}: {error.reason})")
+        return _Row(
+            where, reason=f"not UTF-8 (byte {error.start}: {error.reason}): give its encoding (--encoding latin-1)"
+        )
     if "\0" in text:  # UTF-16 without its mark may be valid UTF-8
         return _Row(where, reason=f"not a text (a NUL at character {text.index(chr(0))}): UTF-16, perhaps")
     return _Row(where, text)

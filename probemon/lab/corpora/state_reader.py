@@ -198,7 +198,7 @@ class StateReader:
         if on and tokens.part is None and document.unplaced:
             raise ChatRefused(f"which of its tokens are of {' or '.join(on)} is unknown: {document.unplaced}")
         if on and not (tokens.part is not None and tokens.counted(on).any()):
-            raise ChatRefused(f"it has no {' or '.join(on)}, which is to be read")
+            raise ChatRefused(f"it has no text of {' or '.join(on)}, which is to count")
         return tokens
 
     def _read(self, document: Document) -> tuple[Document, WindowTokens | None, str]:

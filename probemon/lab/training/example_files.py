@@ -14,7 +14,7 @@ from probemon.errors import ConfigError, TrainingError
 from probemon.util.extras import import_arrow
 from probemon.util.file_kinds import BEGIN_BYTES, ONE_OBJECT, is_spread_json, kind_of, kind_of_bytes, remedy_of
 from probemon.util.first_sentence import first_sentence
-from probemon.util.row_files import DOCUMENTS, opened, reads, rows_of, suffixes
+from probemon.util.row_files import DOCUMENTS, class_names, opened, reads, rows_of, suffixes, with_class_names
 from probemon.util.strict_json import RepeatedKey, loads
 from probemon.util.yaml_text import read_yaml
 
@@ -53,6 +53,8 @@ def _of_file(path: Path, encoding: str) -> Iterator[tuple[str, Mapping[str, Any]
         if kind := reads(path):
             is_table = kind not in DOCUMENTS
             for where, row in rows_of(path, encoding=encoding):
+                if isinstance(row, ConfigError):
+                    raise row
                 yield where, {**row, **_lists(row)} if is_table else row
             return
         if path.is_dir():
@@ -131,13 +133,14 @@ def _yaml(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
         yield where, {"examples": [], **row}
 
 
-def _parquet(path: Path) -> Iterator[dict[str, Any]]:
+def _parquet(path: Path) -> Iterator[Mapping[str, Any]]:
     arrow = import_arrow("reading parquet")
     try:
         file = arrow.parquet.ParquetFile(path)
     except arrow.ArrowInvalid as error:
         raise TrainingError(f"{path.name} is not parquet: {first_sentence(error)}") from None
     _check_columns(file.schema_arrow.names, path.name)
+    classes = class_names(file.schema_arrow.metadata)
     for batch in file.iter_batches(1024):
         try:
             rows = batch.to_pylist()
@@ -147,7 +150,7 @@ def _parquet(path: Path) -> Iterator[dict[str, Any]]:
             raise TrainingError(
                 f"{path.name} holds values that cannot be read ({first_sentence(error)}): leave such columns out"
             ) from None
-        yield from rows
+        yield from (with_class_names(row, classes) for row in rows)
 
 
 def _check_columns(names: Sequence[str], where: str) -> None:

@@ -189,7 +189,22 @@ def _of_shapes(row: dict[str, Any], where: str, shape: str) -> Iterator[dict[str
         )
     for chat in chats:
         said = {"messages": chat.messages, **({"tools": chat.tools} if chat.tools else {})}
+        if "spans" in rest:
+            said["spans"] = [_renumbered(span, chat.numbers, where) for span in _spans(rest, where)]
         yield {**rest, **said, **({"part": chat.part} if chat.part else {})}
+
+
+def _renumbered(span: Any, numbers: Sequence[int | None], where: str) -> Any:
+    """Return a span whose turn is that of the converted chat."""
+    if not isinstance(span, Mapping) or not isinstance(turn := span.get("turn"), int):
+        return span
+    places = [at for at, number in enumerate(numbers) if number == turn]
+    if len(places) > 1:
+        raise TrainingError(
+            f"{where}: message {turn} is {len(places)} turns in OpenAI's form, and a span is of one of them: give the"
+            " row in that form"
+        )
+    return {**span, "turn": places[0] if places else turn + len(numbers)}
 
 
 def read_examples(

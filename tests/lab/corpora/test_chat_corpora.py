@@ -266,3 +266,14 @@ def test_parts_that_cannot_be_found_are_a_reason_only_if_they_are_asked_for(mana
         assert document.reason.startswith(reason) and bool(document.reason) == bool(reason)
     with pytest.raises(ConfigError, match=r"on is 'judge'"):
         Reading(on=("judge",))
+
+
+def test_turns_have_the_numbers_of_their_messages_in_the_file(manager, model):
+    said = {"system": "the sea.", "messages": CHAT}
+    body = {"custom_id": "c", "method": "POST", "url": "/v1/chat/completions", "body": {"messages": CHAT}}
+    for row, wanted in (
+        (said, [(-1, "system"), (0, "user"), (1, "assistant")]),
+        (body, [(0, "user"), (1, "assistant")]),
+    ):
+        [document] = planned(manager, model, tokenizer_of(), [row]).documents
+        assert [(part.turn, part.part) for part in document.parts] == wanted

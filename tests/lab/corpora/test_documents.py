@@ -465,10 +465,11 @@ def test_damaged_documents_are_an_error_alone_and_bad_in_a_folder(tmp_path, name
 
 
 def test_rows_before_a_damaged_one_stay(tmp_path):
-    (tmp_path / "mails.csv").write_text("id,text\n1,whales\n2,ships,and more\n")
+    (tmp_path / "mails.csv").write_text('id,text\n1,whales\n2,ships,and more\n3,sea\n4,"open\n5,end')
     found = told(tmp_path / "mails.csv")
-    assert [text for _, _, text, _ in found] == ["whales", ""]
-    assert "cannot be read (further)" in found[1][3] and "row 2" in found[1][3]
+    assert [text for _, _, text, _ in found] == ["whales", "", "sea", ""]
+    assert found[1][3].startswith("mails.csv, row 2 has 3 cells")
+    assert "cannot be read (further)" in found[3][3] and "row 4" in found[3][3]
 
 
 def archive(kind):

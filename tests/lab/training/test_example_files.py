@@ -449,3 +449,37 @@ def test_encoding_and_form_of_chats_are_given(tmp_path):
     assert [turn["content"] for turn in chat.messages] == ["Say.", "A whale."]
     with pytest.raises(TrainingError, match="did you mean 'Alpaca'"):
         read_examples([row], shape="alpaca")
+
+
+def test_span_of_a_converted_chat_is_of_the_message_that_it_numbers():
+    turns = [{"role": "user", "content": "a whale"}, {"role": "assistant", "content": "Ships"}]
+    row = {"system": "s", "messages": turns, "spans": [{"turn": 1, "start": 0, "end": 5, "concept": "ship"}]}
+    [example] = read_examples([row]).texts
+    [span] = example.spans
+    assert (span.turn, example.said_in(span)) == (2, "Ships")
+    result = {"role": "user", "content": [{"type": "tool_result", "content": "b"}, {"type": "text", "text": "Ships"}]}
+    several = {**row, "messages": [turns[0], result]}
+    with pytest.raises(TrainingError, match="message 1 is 2 turns in OpenAI's form"):
+        read_examples([several])
+    with pytest.raises(TrainingError, match="has a 'turn' from 0 to"):
+        read_examples([{**row, "spans": [{"turn": 2, "start": 0, "end": 1, "concept": "ship"}]}])
+
+
+def test_parquet_of_datasets_has_the_names_of_its_classes(tmp_path):
+    datasets = pytest.importorskip("datasets")
+    features = datasets.Features(
+        {"text": datasets.Value("string"), "label": datasets.ClassLabel(names=["ham", "spam"])}
+    )
+    rows = {"text": ["a", "b", "c"], "label": [0, 1, -1]}
+    datasets.Dataset.from_dict(rows, features=features).to_parquet(tmp_path / "a.parquet")
+    assert labels(read_examples(tmp_path / "a.parquet", exclusive=True)) == {
+        "a": {"ham": True, "spam": False},
+        "b": {"spam": True, "ham": False},
+        "c": {"ham": False, "spam": False},
+    }
+
+
+def test_audio_in_a_message_is_refused():
+    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": None, "audio": {"id": "x"}}]
+    with pytest.raises(TrainingError, match=r"messages\[1\] has audio; texts only"):
+        read_examples([{"messages": turns, "labels": ["x"]}])

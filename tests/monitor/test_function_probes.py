@@ -260,12 +260,11 @@ def test_function_that_fails_is_named_and_ends_nothing(manager, model, caplog, f
     plain = model.generate(PROMPTS[:1], **GREEDY)
     caplog.set_level(logging.CRITICAL, logger="probemon")
     probe = function_probe(fn, SITE, "first")
-    with (
-        warnings.catch_warnings(record=True) as told,
-        manager.attach(model, followers=[probe], callback_errors="report") as run,
-    ):
-        run.on("first", above=0.6)
-        out = model.generate(PROMPTS[:1], **GREEDY)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        with manager.attach(model, followers=[probe], callback_errors="report") as run:
+            run.on("first", above=0.6)
+            out = model.generate(PROMPTS[:1], **GREEDY)
     result = run.result(out)
     assert torch.equal(out, plain) and not run.events and result.coverage.n_unseen == 1
     unseen = result.functions["first"].unseen[:-1]

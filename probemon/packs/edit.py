@@ -318,8 +318,9 @@ def _check_unique(concepts: Sequence[Mapping[str, Any]]) -> None:
     if repeated:
         raise PackError(
             f"{len(repeated)} ids are in more than one pack"
-            f" ({', '.join(map(repr, repeated[:_SHOWN]))}{', ...' if len(repeated) > _SHOWN else ''}): name the packs,"
-            ' merge({"a": first, "b": second}) or --prefix, and ids become a:id'
+            f" ({', '.join(map(repr, repeated[:_SHOWN]))}{', ...' if len(repeated) > _SHOWN else ''}): rename them"
+            ' (probemon pack rename), or name the packs that you merge, merge({"a": first, "b": second}) or --prefix,'
+            " and ids become a:id"
         )
 
 

@@ -15,7 +15,7 @@ from probemon.cli import options as opt
 from probemon.cli.common import load_aloud, make_manager, pack_for, use_threads
 from probemon.cli.terminal import say
 from probemon.errors import ConfigError, ProbemonError
-from probemon.ops.cli.api_keys import drawn_key
+from probemon.ops.cli.api_keys import ApiKey, ApiKeyFile, api_key_of
 from probemon.ops.cli.deployments import open_deployment
 from probemon.util.counted import counted
 
@@ -48,6 +48,8 @@ def serve(
     more_packs: opt.MorePacks = None,
     host: Host = "127.0.0.1",
     port: Port = 8321,
+    api_key: ApiKey = "",
+    api_key_file: ApiKeyFile = None,
     no_token: NoToken = False,
     allow_remote: AllowRemote = False,
     allow_host: AllowHost = None,
@@ -64,8 +66,9 @@ def serve(
 ) -> None:
     """Serve MODEL watched by PACK: OpenAI's API with the concepts of every token, and a page that shows them.
 
-    When it is ready it prints its address, with the token that clients give as their API key. Ctrl-C or SIGTERM ends it
-    after the requests that have come, a second signal at once. SIGHUP reads the deployment file again.
+    When it is ready it prints its address, with the token that clients give as their API key, unless you gave a key.
+    Ctrl-C or SIGTERM ends it after the requests that have come, a second signal at once. SIGHUP reads the deployment
+    file again.
     """
     from probemon.ops.server.server import address_of, all_names, check_extra, is_loopback, make_server, open_socket
 
@@ -76,6 +79,7 @@ def serve(
             + ("--no-token is for this machine alone" if no_token else "say --allow-remote if that is meant")
         )
     names = all_names(host, allow_host or ())
+    token, is_drawn = api_key_of(api_key, api_key_file, no_token=no_token)
     from probemon.engine.kernels import check_device
     from probemon.ops.server.limits import Limits
     from probemon.packs.group import open_packs
@@ -102,10 +106,9 @@ def serve(
             opened, device=device, **({} if checked_deployment is None else checked_deployment.settings)
         )
         check_readable(manager.pack, unwrap(loaded), strict=strict)
-        token = None if no_token else drawn_key()
         served = Served(served_name(model), loaded, tokenizer, manager, limits, checked_deployment)
         app = make_app(served, limits, token=token, hosts=names)
-        address = address_of(sock) + ("" if token is None else f"#token={token}")
+        address = address_of(sock) + ("" if token is None else f"#token={token}" if is_drawn else " with your API key")
         ready = partial(say, f"probemon serving at {address}")
         reload = None if checked_deployment is None else partial(_reload, served)
         make_server(app, ready, drain_seconds=drain_seconds, reload=reload).run(sockets=[sock])

@@ -22,6 +22,7 @@ from probemon.monitor.summary import summarise
 from probemon.ops.cli import serve as command
 from probemon.ops.deployment.deployment import Deployment
 
+KEY = "the-same-at-every-start"
 MESSAGES = [{"role": "user", "content": "Tell me about whales."}]
 
 
@@ -30,6 +31,8 @@ MESSAGES = [{"role": "user", "content": "Tell me about whales."}]
     [
         (["--host", "0.0.0.0"], "--allow-remote"),
         (["--host", "0.0.0.0", "--allow-remote", "--no-token"], "--no-token"),
+        (["--api-key", "a-key-of-16-or-more", "--no-token"], "are given: give one of the two"),
+        (["--api-key", "short"], "the API key has 5 characters"),
         (["--host", "192.0.2.1", "--no-token"], "--no-token"),
         (["--host", "example.org"], "give an address"),
         (["--allow-host", "http://a"], "without scheme"),
@@ -81,13 +84,13 @@ def demo(tmp_path_factory):
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env={**os.environ, "HF_HUB_OFFLINE": "1"},
+        env={**os.environ, "HF_HUB_OFFLINE": "1", "PROBEMON_API_KEY": KEY},
     )
     try:
         line = process.stdout.readline()
-        said = re.fullmatch(r"probemon serving at (http://127\.0\.0\.1:\d+/)#token=([\w-]{43})\n", line)
-        assert said, (line, process.poll())
-        yield said[1], said[2], process, path
+        said = re.fullmatch(r"probemon serving at (http://127\.0\.0\.1:\d+/) with your API key\n", line)
+        assert said, (line, process.poll())  # and not the key
+        yield said[1], KEY, process, path
     finally:
         process.kill()
         process.communicate()

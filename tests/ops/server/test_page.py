@@ -69,6 +69,37 @@ def test_tokens_are_marked_as_recorded_and_panels_describe_the_pinned_one(page_b
     assert set(fires) == set(first_parents)
 
 
+def test_page_stays_with_its_own_conversation_and_says_whose_another_is(page_browser, page_server):
+    def typed(text):
+        known = {entry["request"] for entry in page_server.get("/v1/probemon/requests")["requests"]}
+        page("document.getElementById('max-tokens').value = '8'; document.getElementById('ask').focus()")
+        page.type(text)
+        page.press("Enter")
+        page.until(f"![...{json.dumps(sorted(known))}, null].includes({ANSWER})")
+        page.until(ENDED)
+        return page(ANSWER)
+
+    heads = "[...document.querySelectorAll('#messages .message h3 span')].map((n) => n.textContent)"
+    shown = "document.getElementById('messages').textContent"
+    page = visit(page_browser, page_server)
+    first = typed("Sing of whales")
+    assert page(heads) == ["You"]
+    other = ask(page_server, "SECRET of another program")
+    page.until("document.getElementById('follow').textContent.startsWith('1 request of other programs')")
+    assert page(ANSWER) == first and "SECRET" not in page(shown)
+    second = typed("And sharks?")  # goes on with its own
+    asked = [message["content"] for message in page_server.get(f"/v1/probemon/requests/{second}")["messages"]]
+    assert asked[0] == "Sing of whales" and asked[2:] == ["And sharks?"]
+    page("document.getElementById('follow').click()")
+    other = ask(page_server, "another SECRET")
+    page.until(f"{ANSWER} === {other!r}")  # new answers are followed again
+    page.until(ENDED)
+    assert page(heads) == ["Another program"] and "SECRET" in page(shown)
+    third = typed("Hello")  # begins a conversation
+    messages = page_server.get(f"/v1/probemon/requests/{third}")["messages"]
+    assert [message["content"] for message in messages] == ["Hello"]
+
+
 def test_reasoning_is_shown_dimmed_above_the_reply(page_browser, tmp_path):
     """As its tokens come, and from the record; a saved answer keeps it."""
     concepts = concepts_of([f"concept {i}" for i in range(40)])

@@ -11,9 +11,11 @@ import { endingOf } from "./runs.js";
 import { answerOf, isRunning } from "./state.js";
 import { coverageOf } from "./now.js";
 import { drawTokens } from "./tokens.js";
+import { plural } from "./words.js";
 
 const TOP_K = 12;
 const NEAR_END = 60; // pixels
+const OTHER = "Another program";
 const ROLES = { user: "You", assistant: "Answer", system: "System", developer: "Developer", tool: "Tool" };
 const textOf = (content) =>
   typeof content === "string" ? content : content === null || content === undefined ? "" : JSON.stringify(content);
@@ -26,7 +28,7 @@ function messageNode(app, run, message, i) {
     el(
       "h3",
       {},
-      el("span", {}, ROLES[message.role] ?? clip(message.role, 30)),
+      el("span", {}, message.role === "user" ? run.asker : (ROLES[message.role] ?? clip(message.role, 30))),
       known !== null &&
         el("a", { href: hashOf({ ...NOWHERE, answer: known.run.id, choice: known.i }) }, "its concepts"),
     ),
@@ -40,11 +42,13 @@ function drawMessages(app, run) {
   const box = $("messages");
   const pending = app.asking !== null && app.asking.id === null ? app.asking.messages : null;
   const messages = pending ?? run?.messages ?? (run?.prompt ? [{ role: "user", content: run.prompt }] : []);
-  const key = JSON.stringify([run?.id ?? null, messages, app.state.runs.size]);
+  const own = pending !== null || (run !== null && app.own.has(run.id));
+  const asker = own ? ROLES.user : run?.pack && !run.before ? "User" : OTHER;
+  const key = JSON.stringify([run?.id ?? null, asker, messages, app.state.runs.size]);
   if (box.key === key) return;
   box.key = key;
   if (box.contains(document.activeElement)) $("thread").focus({ preventScroll: true }); // its link has led elsewhere
-  box.replaceChildren(...messages.map((message, i) => messageNode(app, { messages }, message, i)));
+  box.replaceChildren(...messages.map((message, i) => messageNode(app, { messages, asker }, message, i)));
 }
 
 /**
@@ -91,6 +95,10 @@ export function drawChat(app, view) {
   $("newest").hidden =
     run === null || !isRunning(run) || thread.scrollHeight - thread.scrollTop - thread.clientHeight < NEAR_END;
   $("follow").hidden = app.follow || app.state.runs.size === 0;
+  const nOthers = pending ? 0 : [...app.others].filter((id) => !app.own.has(id)).length;
+  $("follow").textContent = nOthers
+    ? `${plural(nOthers, "request")} of other programs: follow new answers`
+    : "Follow new answers";
   drawComposer(app, run);
 }
 
@@ -142,15 +150,15 @@ function drawChoices(app, run) {
   );
 }
 
-/** Whether what is asked next goes on with a conversation: what is of a file does not. */
-const goesOn = (run) => run !== null && run.kind === "chat" && (!run.pack || run.before === true);
+/** Whether what is asked next goes on with a conversation: only with one of this page. */
+const goesOn = (app, run) => run !== null && run.kind === "chat" && app.own.has(run.id);
 
 function drawComposer(app, run) {
   const busy = app.asking !== null;
   $("send").textContent = busy ? "Stop" : "Send";
   $("send").className = busy ? "stop" : "primary";
   $("new").hidden = run === null;
-  $("ask").placeholder = goesOn(run) ? "Ask a follow-up question" : "Ask something";
+  $("ask").placeholder = goesOn(app, run) ? "Ask a follow-up question" : "Ask something";
 }
 
 /** Ask for an answer to the conversation that is shown and what was typed. */
@@ -163,7 +171,7 @@ async function send(app) {
     return;
   }
   const before =
-    goesOn(run) && run.messages !== null
+    goesOn(app, run) && run.messages !== null
       ? [...run.messages, { role: "assistant", content: run.choices[app.place.choice]?.text ?? "" }]
       : [];
   const messages = [...before, { role: "user", content: typed }];
@@ -177,13 +185,14 @@ async function send(app) {
   };
   app.asking = { id: null, messages, control };
   app.complain("");
-  app.follow = true;
+  app.follow = false; // stay with this conversation
   $("ask").value = "";
   grow();
   app.draw();
   try {
     await ask(body, control.signal, (id) => {
       app.asking.id = id;
+      app.own.add(id);
       app.go({ answer: id });
     });
   } catch (error) {

@@ -14,7 +14,7 @@ import { controlReplay, drawReplay } from "./replay.js";
 import { drawRules, editRules, loadRules } from "./rules.js";
 import { drawRuns } from "./runs.js";
 import { linesOf } from "./said.js";
-import { keepToken, takeToken } from "./session.js";
+import { keepToken, ownRequests, takeToken } from "./session.js";
 import { connect } from "./server.js";
 import { newState, newestFirst } from "./state.js";
 import { drawTree, walkTree } from "./tree.js";
@@ -25,6 +25,8 @@ const app = {
   state,
   place: { ...NOWHERE },
   follow: true,
+  own: ownRequests(),
+  others: new Set(), // requests of other programs since this page stopped to follow new answers
   hoverAt: null,
   replay: null,
   rules: loadRules(),
@@ -176,6 +178,7 @@ $("lanes-more").addEventListener("click", () => {
 });
 $("follow").addEventListener("click", () => {
   app.follow = true;
+  app.others.clear();
   const [newest] = newestFirst(state).filter((run) => !run.pack);
   if (newest) app.go({ answer: newest.id });
   app.draw();

@@ -91,7 +91,8 @@ export function connect(app) {
         NOTICE,
       );
       sync();
-    } else if (name === "begin" && app.follow && app.asking?.id == null) app.go({ answer: id }, true);
+    } else if (name === "begin" && app.follow && app.asking === null) app.go({ answer: id }, true);
+    else if (name === "begin" && !app.follow) app.others.add(id);
     // Of a run that had begun before this page was there the beginning is fetched.
     if (id !== null && !state.runs.get(id).whole && name !== "begin") load(id);
     app.draw();

@@ -2,6 +2,8 @@
 // never in an address.
 
 const NAME = "probemon-token";
+const ASKED = "probemon-asked";
+const MOST_ASKED = 500;
 
 /** Move the secret from a hash like `#token=...` into the session, and return whether there was one. */
 export function takeToken() {
@@ -16,6 +18,19 @@ export function takeToken() {
 export function keepToken(text) {
   const token = text.match(/#token=([^\s&]+)/)?.[1] ?? text.trim();
   sessionStorage.setItem(NAME, token);
+}
+
+/** The ids of the requests that this tab has sent, and one more that it remembers over a reload. */
+export function ownRequests() {
+  const kept = JSON.parse(sessionStorage.getItem(ASKED) ?? "[]");
+  const own = new Set(kept);
+  return {
+    has: (id) => own.has(id),
+    add(id) {
+      own.add(id);
+      sessionStorage.setItem(ASKED, JSON.stringify([...own].slice(-MOST_ASKED)));
+    },
+  };
 }
 
 export function headers(more = {}) {

@@ -90,7 +90,8 @@ def render(
     """
     day = None if date is None else parse_date(date)
     template = _Template(tokenizer, list(tools) if tools else None, day, options or {})
-    check_options(template.options, template.source, template.taken)
+    if options:
+        check_options(options, template.source, template.taken)
     chat, refusals, texts = normalised(messages), list[ChatRefused](), set[str]()
     for form in forms(chat, template.source, add_generation_prompt):
         try:

@@ -38,7 +38,18 @@ _WITHOUT_EFFECT: dict[str, tuple[Any, ...] | None] = {
     "echo": (False, None),
     "suffix": ("", None),
 }
-_SHARED = ("model", "n", "stop", "stream", "stream_options", "max_tokens", "temperature", "top_p", "seed", "probemon")
+_SHARED: tuple[str, ...] = (
+    "model",
+    "n",
+    "stop",
+    "stream",
+    "stream_options",
+    "max_tokens",
+    "temperature",
+    "top_p",
+    "seed",
+)
+_SHARED += ("top_k", "min_p", "repetition_penalty", "min_tokens", "probemon")
 _PARAMETERS = {"chat": ("messages", "tools", "max_completion_tokens", TEMPLATE_OPTIONS), "completion": ("prompt",)}
 _WATCH = ("concepts", "top_k", "prompt", "hold", "rules")
 _RULE = tuple(name for name in FIELDS if name not in ("on_blind", "rate", "alert_set"))
@@ -279,21 +290,29 @@ def _max_tokens(read: _Reader, parameters: Mapping[str, Any], limits: Limits) ->
 def _sampling(read: _Reader) -> Mapping[str, Any]:
     temperature = read.number("temperature", low=0, high=2, remedy="give a number from 0 to 2")
     top_p = read.number("top_p", low=0, high=1, open_low=True, remedy="give a number over 0, at most 1")
-    if temperature is None and top_p is None:
-        return {}
+    top_k = read.count("top_k", None, most=2**31 - 1)  # 0: all
+    min_p = read.number("min_p", low=0, high=1, remedy="give a number from 0 to 1")
+    penalty = read.number("repetition_penalty", low=0, high=2, open_low=True, remedy="give a number over 0, at most 2")
+    least = read.count("min_tokens", None, most=2**31 - 1)
+    always = {} if penalty is None else {"repetition_penalty": penalty}
+    always |= {"min_new_tokens": least} if least else {}
+    if all(value is None for value in (temperature, top_p, top_k, min_p)):
+        return always
     if temperature == 0:
-        return _NO_SAMPLING
+        return {**_NO_SAMPLING, **always}
     if temperature is not None and temperature < _LEAST_TEMPERATURE:
         raise RequestRefused(
             f"temperature is {temperature!r}: give 0 for the likeliest token, or {_LEAST_TEMPERATURE} or more",
             "temperature",
         )
-    # No top_k: a model's default of 50 would cut the distribution.
+    # No top_k unless it is asked for: a model's default of 50 would cut the distribution.
     return {
         "do_sample": True,
         "temperature": 1.0 if temperature is None else temperature,
         "top_p": 1.0 if top_p is None else top_p,
-        "top_k": 0,
+        "top_k": top_k or 0,
+        **({"min_p": min_p} if min_p else {}),
+        **always,
     }
 
 

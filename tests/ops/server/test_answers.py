@@ -113,6 +113,25 @@ def test_streamed_sampled_answer_equals_generate_with_the_seed(server, served, s
     assert tokens == [] and summary is None
 
 
+@pytest.mark.parametrize(
+    ("asked", "passed"),
+    [
+        ({"top_k": 3}, {"do_sample": True, "top_k": 3}),
+        ({"min_p": 0.02, "temperature": 1.5}, {"do_sample": True, "top_k": 0, "min_p": 0.02, "temperature": 1.5}),
+        ({"repetition_penalty": 1.7, "temperature": 0}, {"do_sample": False, "repetition_penalty": 1.7}),
+        ({"min_tokens": 12, "temperature": 1}, {"do_sample": True, "top_k": 0, "min_new_tokens": 12}),
+    ],
+)
+def test_sampling_options_of_other_servers_are_those_of_generate(server, served, asked, passed):
+    expected = text_of(served, generated(served, prompt_ids(served), 3, max_new_tokens=12, **passed))
+    plain = {"temperature": asked["temperature"]} if "temperature" in asked else {}
+    extra = {name: value for name, value in asked.items() if name not in plain}
+    answer = server.client.chat.completions.create(
+        model="tiny", messages=CHAT, max_tokens=12, seed=3, **plain, extra_body=extra
+    )
+    assert answer.choices[0].message.content == expected
+
+
 def test_concurrent_sampled_answers_follow_their_own_seeds(server, served):
     seeds = [1, 2, 1, 2]
     with ThreadPoolExecutor(2) as pool:

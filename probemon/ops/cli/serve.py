@@ -38,7 +38,10 @@ MaxTokens = Annotated[int, typer.Option(help="Most tokens of an answer.")]
 AtOnce = Annotated[int, typer.Option(help="Requests that are answered at the same time, each in a separate thread.")]
 Queue = Annotated[int, typer.Option(help="Requests that may wait; more are answered 429.")]
 DrainSeconds = Annotated[
-    int, typer.Option(help="How long the end waits for the answers to requests that have come.", min=0)
+    int,
+    typer.Option(
+        help="How long the end waits for the answers to requests that have come; then they end with an error.", min=0
+    ),
 ]
 
 
@@ -56,7 +59,7 @@ def serve(
     max_tokens: MaxTokens = 1024,
     at_once: AtOnce = 2,
     queue: Queue = 32,
-    drain_seconds: DrainSeconds = 30,
+    drain_seconds: DrainSeconds = 60,
     alert_set: opt.AlertSet = None,
     dtype: opt.Dtype = "auto",
     device: opt.Device = "cpu",

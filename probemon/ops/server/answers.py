@@ -50,6 +50,11 @@ class Answers:
             return DONE
         return _data({**self._head(True), "choices": [], "usage": self._usage()}) + DONE
 
+    def cut_chunks(self) -> bytes:
+        """Return the end of a stream that failed."""
+        open_choices = [choice for choice, ending in enumerate(self._endings) if ending is None]
+        return b"".join(self._chunk(choice, {}, "error") for choice in open_choices) + DONE
+
     def _chunk(self, choice: int, delta: dict[str, Any], finish_reason: str | None) -> bytes:
         if self._chat:
             first = {} if self._begun[choice] else {"role": "assistant", "content": ""}

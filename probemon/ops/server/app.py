@@ -48,7 +48,8 @@ _SIGHT_SECONDS = 30.0  # how long a canary's result counts
 def make_app(served: Served, limits: Limits, *, token: str | None, hosts: Collection[str]) -> Guard:
     """Return the application. Raises `Blind` if the canary is not seen."""
     routes = _Routes(served, limits)
-    return Guard(routes.app(), hosts=hosts, token=token, body_bytes=limits.body_bytes, stop=routes.stop)
+    app = routes.app()
+    return Guard(app, hosts=hosts, token=token, body_bytes=limits.body_bytes, stop=routes.stop, cut=routes.cut)
 
 
 class _Routes:
@@ -90,6 +91,10 @@ class _Routes:
     def stop(self) -> None:
         """End the event streams."""
         self._ring.close()
+
+    def cut(self) -> None:
+        """End all answers."""
+        self._generator.cut()
 
     @asynccontextmanager
     async def _life(self, app: Starlette) -> AsyncIterator[None]:
@@ -219,6 +224,7 @@ async def _chunks(job: Job) -> AsyncGenerator[bytes]:
     async for part in job.outbox:
         if isinstance(part, Failure):
             yield failure_chunk(part)
+            yield answers.cut_chunks()
             return
         yield answers.chunks(part)
     if not job.cancelled:

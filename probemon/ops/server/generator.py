@@ -105,6 +105,11 @@ class Job:
         self._ring.publish("error", {"request": self.id, "message": failure.message})
         self.outbox.put(failure, 0, wait=False)
 
+    def cut(self, failure: Failure) -> None:
+        """Tell the client a failure, and end the answer at its next token."""
+        self._ring.publish("error", {"request": self.id, "message": failure.message})
+        self.outbox.cut(failure)
+
     def finish(self) -> None:
         """End the request; unfinished answers are cancelled."""
         for at, choice in enumerate(self._content["choices"]):
@@ -176,15 +181,25 @@ class Generator:
         """Return when a refused client may retry."""
         return max(1, round(self.counts.mean_seconds))
 
-    def close(self, timeout_seconds: float = 10.0) -> None:
+    def cut(self) -> None:
+        """End all requests: their clients are told that the server has ended."""
+        with self._changed:
+            self._closed = True
+            jobs = (*self._waiting, *self._running)
+            self._changed.notify_all()
+        for job in jobs:
+            job.cut(Failure("the server has ended before the answer: ask again", status=503))
+
+    def close(self, timeout_seconds: float = 4.0) -> None:
         """End running answers at their next token, and cancel waiting ones."""
         with self._changed:
             self._closed = True
             for job in (*self._waiting, *self._running):
                 job.outbox.leave()
             self._changed.notify_all()
+        end = time.monotonic() + timeout_seconds
         for thread in self._threads:
-            thread.join(timeout_seconds)
+            thread.join(max(0.0, end - time.monotonic()))
         for job in self._waiting:
             job.finish()
             self.counts.ended("cancelled", 0.0)

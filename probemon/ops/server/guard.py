@@ -37,7 +37,10 @@ HEADERS = {
 
 
 class Guard:
-    """`hosts`: lowercase; `token`: one or several; None or none of them: not required. `stop()`: ends open streams."""
+    """`hosts`: lowercase; `token`: one or several; None or none of them: not required.
+
+    `stop()`: ends streams that never end by themselves; `cut()`: ends all others.
+    """
 
     def __init__(
         self,
@@ -47,9 +50,10 @@ class Guard:
         token: str | Collection[str] | None,
         body_bytes: int,
         stop: Callable[[], None] = lambda: None,
+        cut: Callable[[], None] = lambda: None,
     ) -> None:
         self._app, self._hosts, self._body_bytes = app, frozenset(hosts), body_bytes
-        self.stop = stop
+        self.stop, self.cut = stop, cut
         self._tokens = [one.encode() for one in ([token] if isinstance(token, str) else token or ())]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

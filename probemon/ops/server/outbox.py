@@ -47,6 +47,16 @@ class Outbox:
             self._finished = True
         self._wake()
 
+    def cut(self, piece: Any) -> None:
+        """End with one more piece: what is not read yet is dropped, and nothing more is taken."""
+        with self._changed:
+            if not (self._left or self._finished):
+                self._pieces.clear()
+                self._pieces.append((piece, 0))
+            self._left = True
+            self._changed.notify_all()
+        self._wake()
+
     def leave(self) -> None:
         """Drop all pieces: the reader has gone."""
         with self._changed:

@@ -18,6 +18,8 @@ from typing import Any
 
 from probemon.errors import ConfigError, MissingExtra
 
+DRAIN_SECONDS = 60  # enough for the longest answer by default, at 58 ms a token
+_LAST_SECONDS = 2  # for the last words of answers that are cut
 _NAME = re.compile(r"\[[0-9a-f:.]+\]|[a-z0-9._-]+")
 
 
@@ -71,14 +73,14 @@ def make_server(
     app: Any,
     ready: Callable[[], None],
     *,
-    drain_seconds: int = 30,
+    drain_seconds: int = DRAIN_SECONDS,
     patience_seconds: float = 30.0,
     reload: Callable[[], None] | None = None,
 ) -> Any:
     """Return a `uvicorn.Server`; run it with `run(sockets=[sock])`.
 
     - `ready()`: called once requests are answered
-    - `drain_seconds`: how long shutdown waits for answers
+    - `drain_seconds`: how long shutdown waits for answers; then they end with an error
     - `reload()`: called in a thread on SIGHUP, if the server runs in the main thread
     - `patience_seconds`: after which idle connections are cut off
     """
@@ -89,7 +91,11 @@ def make_server(
     class Server(uvicorn.Server):
         async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
             app.stop()  # open pages read for ever
-            await super().shutdown(sockets)
+            cutting = asyncio.get_running_loop().call_later(drain_seconds, app.cut)
+            try:
+                await super().shutdown(sockets)
+            finally:
+                cutting.cancel()
 
         async def startup(self, sockets: list[socket.socket] | None = None) -> None:
             await super().startup(sockets)
@@ -106,7 +112,7 @@ def make_server(
         access_log=False,  # requests are private
         server_header=False,
         date_header=False,
-        timeout_graceful_shutdown=drain_seconds,
+        timeout_graceful_shutdown=drain_seconds + _LAST_SECONDS,
         ws="none",
         http=impatient_protocol(patience_seconds),
     )

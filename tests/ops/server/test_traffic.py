@@ -6,6 +6,7 @@ import socket
 import threading
 import time
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 
 import openai
 import pytest
@@ -402,3 +403,40 @@ def test_request_that_does_not_fit_pack_or_model_is_refused_before_it_queues(ser
 def test_prompt_ids_outside_the_vocabulary_are_refused(server):
     answer = server.ask("POST", "/v1/completions", {"model": "tiny", "prompt": [10**6]})
     assert answer.status == 400 and json.loads(answer.content)["error"]["param"] == "prompt"
+
+
+@pytest.mark.parametrize("drain_seconds", [0, 30])
+def test_end_lets_answers_finish_or_tells_each_client_that_it_is_cut(served, caplog, drain_seconds):
+    """Streams under way and waiting, and one whole answer: all end, and the server is gone at once."""
+    running, ends = Running(served, replace(LIMITS, at_once=1), drain_seconds=drain_seconds), {}
+
+    def ask(name, streams):
+        body = {"model": "tiny", "messages": CHAT, "max_tokens": 12, "temperature": 0, "stream": streams}
+        ends[name] = running.ask("POST", "/v1/chat/completions", body)
+
+    with turnstile(served) as held:
+        clients = []
+        for name, streams in (("under way", True), ("waits", True), ("whole", False)):
+            clients.append(threading.Thread(target=ask, args=(name, streams)))
+            clients[-1].start()
+            held.let(4 if name == "under way" else 0)
+            n = len(clients)
+            eventually(lambda n=n: len(running.get("/v1/probemon/requests")["requests"]) == n)
+        eventually(lambda: held.n == 4)
+        began = time.monotonic()
+        running.server.should_exit = True
+        if drain_seconds:
+            held.let(10_000)
+        for client in clients:
+            client.join(20)
+        assert time.monotonic() - began < 10
+    running.close()
+    for name in ("under way", "waits"):
+        chunks = [json.loads(line[6:]) for line in ends[name].content.decode().split("\n\n")[:-2]]
+        assert ends[name].content.endswith(b"data: [DONE]\n\n")
+        reasons = [choice["finish_reason"] for chunk in chunks for choice in chunk.get("choices", ())]
+        errors = [chunk["error"]["message"] for chunk in chunks if "error" in chunk]
+        assert reasons[-1] == ("length" if drain_seconds else "error") and not any(reasons[:-1])
+        assert errors == ([] if drain_seconds else ["the server has ended before the answer: ask again"])
+    assert ends["whole"].status == (200 if drain_seconds else 503)
+    assert not caplog.records

@@ -34,6 +34,12 @@ AllowHost = Annotated[
         metavar="NAME", help="A name by which clients call this server, in addition to its address; may be repeated."
     ),
 ]
+ControlTokens = Annotated[
+    bool,
+    typer.Option(
+        "--allow-control-tokens", help="Let messages have special tokens, by which a client can begin a system turn."
+    ),
+]
 MaxTokens = Annotated[int, typer.Option(help="Most tokens of an answer.")]
 AtOnce = Annotated[int, typer.Option(help="Requests that are answered at the same time, each in a separate thread.")]
 Queue = Annotated[int, typer.Option(help="Requests that may wait; more are answered 429.")]
@@ -56,6 +62,7 @@ def serve(
     no_token: NoToken = False,
     allow_remote: AllowRemote = False,
     allow_host: AllowHost = None,
+    allow_control_tokens: ControlTokens = False,
     max_tokens: MaxTokens = 1024,
     at_once: AtOnce = 2,
     queue: Queue = 32,
@@ -109,7 +116,15 @@ def serve(
             opened, device=device, **({} if checked_deployment is None else checked_deployment.settings)
         )
         check_readable(manager.pack, unwrap(loaded), strict=strict)
-        served = Served(served_name(model), loaded, tokenizer, manager, limits, checked_deployment)
+        served = Served(
+            served_name(model),
+            loaded,
+            tokenizer,
+            manager,
+            limits,
+            checked_deployment,
+            control_tokens=allow_control_tokens,
+        )
         app = make_app(served, limits, token=token, hosts=names)
         address = address_of(sock) + ("" if token is None else f"#token={token}" if is_drawn else " with your API key")
         ready = partial(say, f"probemon serving at {address}")

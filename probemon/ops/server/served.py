@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -34,6 +34,12 @@ from probemon.ops.server.requests import Request, RequestedWatch
 from probemon.packs.configured import names_left_out
 
 Decode = Callable[[Sequence[int]], str]
+
+
+def control_tokens_of(tokenizer: Any) -> tuple[str, ...]:
+    """Return the texts of a tokenizer's special tokens."""
+    added = getattr(tokenizer, "added_tokens_decoder", {}).values()
+    return tuple(sorted({str(token) for token in added if token.special and str(token).strip()}))
 
 
 def served_name(model: str) -> str:
@@ -77,6 +83,7 @@ class Served:
 
     - `deployment`: its rules apply to every request
     - `followers`: each follows every answer, one after another, so it has to allow several runs
+    - `control_tokens`: let messages have tokens that begin and end turns
     """
 
     def __init__(
@@ -88,7 +95,10 @@ class Served:
         limits: Limits,
         deployment: Deployment | None = None,
         followers: Sequence[Follower] = (),
+        *,
+        control_tokens: bool = False,
     ) -> None:
+        self._control_tokens = () if control_tokens else control_tokens_of(tokenizer)
         self.followers = tuple(followers)
         self.name, self.model, self.tokenizer, self.manager, self.limits = name, model, tokenizer, manager, limits
         self.marks = marks_of(tokenizer)
@@ -154,6 +164,8 @@ class Served:
             raise RequestRefused(
                 f"{self.name} has no chat template: ask /v1/completions for what follows a text", "messages"
             )
+        for at, message in enumerate(request.messages):
+            self._check_no_control(f"messages[{at}]", message)
         try:
             with self._encoding:  # a template may write today's date, which is right here
                 chat = render(
@@ -166,6 +178,19 @@ class Served:
                 return [chat.ids]
         except ChatRefused as error:
             raise RequestRefused(f"{self.name}: {error}", error.param) from error
+
+    def _check_no_control(self, where: str, message: Mapping[str, Any]) -> None:
+        """Refuse a message that would be read as several turns."""
+        for name in ("content", "reasoning_content"):
+            said = message.get(name)
+            found = next((token for token in self._control_tokens if isinstance(said, str) and token in said), None)
+            if found is not None:
+                raise RequestRefused(
+                    f"{where}.{name} has {found!r}, which the model reads as a control token, such as the end of a"
+                    " turn: leave it out (the server lets it through with --allow-control-tokens)",
+                    f"{where}.{name}",
+                    code="control_token",
+                )
 
     def _ids_of(self, prompt: str | tuple[int, ...]) -> Sequence[int]:
         if isinstance(prompt, str):

@@ -54,6 +54,7 @@ _PARAMETERS = {"chat": ("messages", "tools", "max_completion_tokens", TEMPLATE_O
 _WATCH = ("concepts", "top_k", "prompt", "hold", "rules")
 _RULE = tuple(name for name in FIELDS if name not in ("on_blind", "rate", "alert_set"))
 _ROLES = ("system", "developer", "user", "assistant", "tool")
+_PRIVATE = ("messages", "prompt", "user", "metadata", "safety_identifier", "prompt_cache_key")
 _MOST_OF_A_NAME = 200  # characters
 _MOST_OF_A_STREAK = 2**31  # tokens
 _SCORE: dict[str, Any] = {"low": 0, "high": 1, "open_high": True, "remedy": "give 0 or more, and less than 1"}
@@ -82,7 +83,7 @@ class Request:
     - `max_tokens`: None for as many as allowed
     - `sampling`: of `model.generate`; {} for the model's defaults
     - `template_options`: what the chat template reads besides
-    - `options`: the body without messages or prompt
+    - `options`: the body without messages or prompt, and without what says who asks
     """
 
     kind: str
@@ -139,7 +140,7 @@ def read_request(kind: str, body: bytes, limits: Limits) -> Request:
         stream=stream,
         include_usage=_include_usage(parameters.get("stream_options"), stream),
         watch=read_watch(parameters["probemon"], limits) if parameters.get("probemon") is not None else None,
-        options={name: value for name, value in parameters.items() if name not in ("messages", "prompt")},
+        options={name: value for name, value in parameters.items() if name not in _PRIVATE},
     )
 
 

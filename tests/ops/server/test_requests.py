@@ -143,4 +143,7 @@ def test_valid_requests_are_parsed_into_their_settings():
     parts = [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}]
     request = read_request("chat", json.dumps({**CHAT, "messages": parts, "temperature": 0}).encode(), LIMITS)
     assert request.messages[0]["content"] == "ab" and request.sampling == {"do_sample": False}
+    private = {"user": "alice@example.com", "metadata": {"ssn": "1"}, "safety_identifier": "a", "prompt_cache_key": "b"}
+    kept = read_request("chat", json.dumps({**CHAT, **private, "seed": 3}).encode(), LIMITS).options
+    assert kept == {"model": CHAT["model"], "seed": 3}
     assert request.watch is None

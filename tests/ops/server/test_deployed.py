@@ -353,7 +353,9 @@ def test_queued_request_is_refused_when_the_new_file_excludes_its_concept(parts,
         handle.remove()
         running.close()
     assert answers[0].status == 200 and answers[1].status == (200 if stream else 400)  # a stream had begun
-    error = json.loads(answers[1].content.removeprefix(b"data: "))["error"]
+    begin, *rest = answers[1].content.split(b"\n\n")
+    assert bool(rest) == stream and rest[-2:-1] == [b"data: [DONE]"][: len(rest)]
+    error = json.loads(begin.removeprefix(b"data: "))["error"]
     assert error["param"] == "probemon.rules[1]" and "c2" in error["message"]
     assert error["type"] == "invalid_request_error"
 

@@ -29,10 +29,11 @@ _BLANKS = re.compile(r" +(?=\n)")
 
 
 def say(*lines: object, error: bool = False) -> None:
-    """Print each argument as one line."""
+    """Print each argument as one line, at once: a server's first line is read through a pipe."""
     stream = sys.stderr if error else sys.stdout
     for line in lines:
         stream.write(harmless(str(line)) + "\n")
+    stream.flush()
 
 
 def answer(content: Mapping[str, Any]) -> None:

@@ -699,3 +699,10 @@ def test_signal_during_a_callback_from_compiled_code_ends_cleanly(where, then, t
         env=environment,
     )
     assert done.returncode == 143 and done.stderr == "" and done.stdout == "taken away\n"
+
+
+def test_line_reaches_a_pipe_at_once():
+    script = "import os; from probemon.cli.terminal import say; say('ready'); os._exit(0)"
+    environment = {**os.environ, "PYTHONUNBUFFERED": ""}
+    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "ready\n")

@@ -56,7 +56,10 @@ def test_token_passes_at_most_eleven_modules_from_tap_to_scores(pack):
     sys.setprofile(None)
     assert n_forwards == 8 and len(walk.modules) <= 11, "\n".join(walk.modules)
     drawn = PAGE.split("## The way of one hidden state")[1].split("```")[1]
-    assert walk.modules == re.findall(r"^ *([a-z_/]+\.py)", drawn, flags=re.MULTILINE)
+    expected = re.findall(r"^ *([a-z_/]+\.py)", drawn, flags=re.MULTILINE)
+    if sys.version_info >= (3, 13):  # whose profiler is not told of compiled functions
+        expected.remove("engine/kernels/numba_compiled.py")
+    assert walk.modules == expected
 
 
 def modules_of_a_step(manager, model, prepare=lambda run: None, **options):

@@ -126,7 +126,7 @@ def _reasons(
             found.append(None)
             continue
         if isinstance(state, tuple) and len(state) < N_LAST and before is not None:  # of a prompt from a cache
-            state = before(row, column, N_LAST)
+            state = before(row, column, N_LAST) or state
         is_open = marks.opened_by(state) if isinstance(state, tuple) else state
         [reasons], states[row] = marks.parts([id], is_open)
         found.append(reasons)

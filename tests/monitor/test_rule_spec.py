@@ -16,6 +16,7 @@ from probemon.core.aggregate import parse
 from probemon.errors import ConceptRaised, ConfigError, RuleError
 from probemon.monitor.rule_spec import FIELDS, WITHIN, RuleSpec
 from probemon.ops.deployment.deployment import schema
+from probemon.tracking.generation import Generation
 
 PROMPTS = torch.tensor([[PAD, PAD, 7, 13, 11, 2, 8], [3, 5, 8, 9, 21, 13, 4]])
 MASK = (PROMPTS != PAD).long()
@@ -119,6 +120,15 @@ def test_events_equal_those_of_plain_python(manager, model, within, n_concepts, 
         assert {(event.row, event.column) for event in same} == expected and len(same) == len(expected)
         n_met += len(expected)
     assert n_met > (0 if within == "reasoning" else 3)
+
+
+@torch.no_grad()
+def test_part_is_known_of_a_short_prompt_if_other_ids_are_not(manager, model, monkeypatch):
+    monkeypatch.setattr(Generation, "ids_before", lambda *_: ())  # as of another engine's requests
+    with manager.attach(model, Thinking(13, 60)) as run:
+        run.on("c*", above=0.0, within="reasoning", action="record")
+        model.generate(torch.tensor([[5, 13]]), **GREEDY)
+    assert {event.column for event in run.events} >= {2}
 
 
 def test_rules_on_reasoning_need_a_tokenizer_that_marks_it(manager, model):

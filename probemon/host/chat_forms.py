@@ -119,9 +119,8 @@ def reasoning_in(content: str) -> tuple[int, int, int] | None:
     start = begin + len(_OPENS) if is_opened else 0
     stop = content.find(_SHUTS, start)
     if not is_opened:  # an answer may also speak of the marks: alone on its line, it is one
-        lines = content.partition(_SHUTS)
-        is_alone = lines[0].endswith("\n") and (not lines[2] or lines[2].startswith("\n"))
-        if stop < 0 or not is_alone or _OPENS in lines[0]:
+        before, _, after = content.partition(_SHUTS)
+        if stop < 0 or not before.endswith("\n") or after[:1] not in ("", "\n") or _OPENS in before:
             return None
     answer = len(content) if stop < 0 else stop + len(_SHUTS)
     stop = len(content) if stop < 0 else stop

@@ -207,11 +207,8 @@ class Publisher:
         if placed.phase == PROMPT and generation.asks_of_prompt() and (n_before := batch.recording.n_before()):
             unseen[batch.recording.before] += n_before
             self._n_asked += n_before
-        # Seen tokens cost nothing here. Tokens from a cache have no event.
-        passing = [rule for _, rule in watch.rules if self._passes(rule, batch, unseen)] if unseen else []
-        if passing:
-            self._unjudged.update(unseen)
-            self._passing.update((id(rule), rule) for rule in passing)
+        # Tokens from a cache have no event.
+        self._count_unjudged((rule for _, rule in watch.rules), batch, unseen)
         if not watch.rules:
             return
         asked = watch.panel.ask(placed, scores, generation.states_of_rule, self._marks, generation.ids_before)
@@ -224,14 +221,9 @@ class Publisher:
         scores = batch.functions.get(name)
         if scores is None or not ruled.panel.asks(batch.placed.phase):
             return
-        placed = batch.placed
-        if unseen := Counter(filter(None, scores.unseen)):
-            passing = [rule for rule in ruled.rules if self._passes(rule, batch, unseen)]
-            if passing:
-                self._unjudged.update(unseen)
-                self._passing.update((id(rule), rule) for rule in passing)
+        self._count_unjudged(ruled.rules, batch, Counter(filter(None, scores.unseen)))
         met = ruled.panel.ask(
-            placed,
+            batch.placed,
             scores.as_scores(),
             lambda number: generation.states_of_rule(f"{name} {number}"),
             self._marks,
@@ -239,6 +231,12 @@ class Publisher:
         )
         for rule, i, fields in met:
             self._meet(ruled.pack, rule, batch, generation, i, fields)
+
+    def _count_unjudged(self, rules: Iterable[Rule], batch: Batch, unseen: Counter[str]) -> None:
+        """Count the tokens without scores that rules ignore; seen tokens cost nothing here."""
+        if unseen and (passing := [rule for rule in rules if self._passes(rule, batch, unseen)]):
+            self._unjudged.update(unseen)
+            self._passing.update((id(rule), rule) for rule in passing)
 
     def _meet(
         self, pack: AnyPack, rule: Rule, batch: Batch, generation: Generation, i: int, fields: dict[str, Any]

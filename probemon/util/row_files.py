@@ -130,7 +130,12 @@ def opened(path: Path, encoding: str = "utf-8") -> BinaryIO:
 
     Raises `MissingExtra`; reading raises `ConfigError` over the bound, and `UnicodeDecodeError`.
     """
-    stream = _opened(path)
+    stream: BinaryIO = recoded(_opened(path), encoding)
+    return stream
+
+
+def recoded(stream: Any, encoding: str) -> Any:
+    """Return a text as bytes of UTF-8: see `opened`."""
     mark = next(filter(stream.peek(4).startswith, _MARKS), b"")
     encoding = _MARKS.get(mark, encoding)
     if encoding == "utf-8":

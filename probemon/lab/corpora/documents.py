@@ -51,7 +51,17 @@ from probemon.util.file_kinds import (
 )
 from probemon.util.first_sentence import first_sentence
 from probemon.util.harmless_text import is_unicode
-from probemon.util.row_files import ALWAYS_BYTES, MOST_TIMES, Row, check_encoding, opened, reads, rows_of, suffixes
+from probemon.util.row_files import (
+    ALWAYS_BYTES,
+    MOST_TIMES,
+    Row,
+    check_encoding,
+    opened,
+    reads,
+    recoded,
+    rows_of,
+    suffixes,
+)
 from probemon.util.strict_json import loads
 
 MAX_CHARS = 2_000_000
@@ -142,16 +152,6 @@ class _Row:
 
 
 @dataclass(frozen=True)
-class _Fields:
-    """Names of a row's text and id; the form of its chats, "" to recognise it; the encoding of texts."""
-
-    text: str
-    id: str
-    shape: str = ""
-    encoding: str = UTF_8
-
-
-@dataclass(frozen=True)
 class Documents:
     """A source, and how it is read; iterating reads it, like `read_documents`.
 
@@ -193,10 +193,9 @@ def read_documents(
 
 
 def _read(documents: Documents) -> Iterator[Document]:
-    source, text_field, max_chars = documents.source, documents.text_field, documents.max_chars
-    fields = _Fields(text_field, documents.id_field, documents.shape, documents.encoding)
+    source, text_field = documents.source, documents.text_field
     if isinstance(source, (str, os.PathLike)):
-        rows = _of_path(os.fspath(source), fields, max_chars)
+        rows = _of_path(os.fspath(source), documents)
     elif hasattr(source, "columns") and hasattr(source, "shape"):  # a data frame yields its column names
         raise ConfigError(
             f"documents are a {type(source).__name__}: give its rows, dicts with {text_field!r} (pandas:"
@@ -208,8 +207,8 @@ def _read(documents: Documents) -> Iterator[Document]:
             f" {text_field!r}"
         )
     else:
-        rows = (row for i, item in enumerate(source) for row in _of_item(item, str(i), fields))
-    return (_document(i, row, text_field, max_chars) for i, row in enumerate(rows))
+        rows = (row for i, item in enumerate(source) for row in _of_item(item, str(i), documents))
+    return (_document(i, row, text_field, documents.max_chars) for i, row in enumerate(rows))
 
 
 def count_documents(source: Source) -> int | None:
@@ -247,7 +246,7 @@ def _document(index: int, row: _Row, text_field: str, max_chars: int) -> Documen
     return Document(index, name, text, reason, row.fields)
 
 
-def _of_item(item: Any, where: str, fields: _Fields) -> Iterator[_Row]:
+def _of_item(item: Any, where: str, how: Documents) -> Iterator[_Row]:
     """Yield the documents of a row: one, but for several chats."""
     if isinstance(item, str):
         yield _Row(where, item)
@@ -255,26 +254,26 @@ def _of_item(item: Any, where: str, fields: _Fields) -> Iterator[_Row]:
     if not isinstance(item, Mapping):
         yield _Row(where, reason=f"neither a text nor an object: {type(item).__name__}")
         return
-    shape = fields.shape or (shape_of(item) if item.get(fields.text) is None else "")
+    shape = how.shape or (shape_of(item) if item.get(how.text_field) is None else "")
     if shape and (shape != OPENAI or "messages" not in item):
-        yield from _of_chats(item, where, fields, shape)
+        yield from _of_chats(item, where, how, shape)
         return
-    chat, reason = _chat(item, fields.text)
-    left_out = (fields.text, fields.id, *(("messages", "tools") if chat else ()))
+    chat, reason = _chat(item, how.text_field)
+    left_out = (how.text_field, how.id_field, *(("messages", "tools") if chat else ()))
     rest = {key: value for key, value in item.items() if key not in left_out}
-    yield _Row(where, item.get(fields.text), item.get(fields.id), reason, rest, chat, OPENAI if chat else "")
+    yield _Row(where, item.get(how.text_field), item.get(how.id_field), reason, rest, chat, OPENAI if chat else "")
 
 
-def _of_chats(item: Mapping[str, Any], where: str, fields: _Fields, shape: str) -> Iterator[_Row]:
-    rest = {key: value for key, value in item.items() if key != fields.id and key not in FIELDS[shape]}
+def _of_chats(item: Mapping[str, Any], where: str, how: Documents, shape: str) -> Iterator[_Row]:
+    rest = {key: value for key, value in item.items() if key != how.id_field and key not in FIELDS[shape]}
     try:
         chats = chats_as(shape, item)
     except ChatRefused as error:
-        yield _Row(where, None, item.get(fields.id), f"read as {shape}: {error}", rest, shape=shape)
+        yield _Row(where, None, item.get(how.id_field), f"read as {shape}: {error}", rest, shape=shape)
         return
     for at, chat in enumerate(chats):
         part = chat.part or (str(at + 1) if len(chats) > 1 else "")
-        name, number = item.get(fields.id), f"/{part}" if part else ""
+        name, number = item.get(how.id_field), f"/{part}" if part else ""
         try:
             chat_row = {"messages": chat.messages, "tools": chat.tools}
             if chat.numbers != list(range(len(chat.messages))):
@@ -312,18 +311,18 @@ def _listed(value: Any) -> Any:
     return value.tolist() if hasattr(value, "tolist") else list(value) if isinstance(value, tuple) else value
 
 
-def _of_path(source: str, fields: _Fields, max_chars: int) -> Iterator[_Row]:
+def _of_path(source: str, how: Documents) -> Iterator[_Row]:
     if source == "-":
-        return _standard_input(fields, max_chars)
+        return _standard_input(how)
     path = Path(source)
     if reads(path):
-        return _of_rows(path, fields)
+        return _of_rows(path, how)
     if path.is_dir():
         files, left_out = _files(path)
         if not files:
             why = f" that can be read ({next(iter(left_out.values()))})" if left_out else ""
             raise ConfigError(f"{path} holds no files{why}: give a folder of documents")
-        return _folder(path, files, left_out, fields, max_chars)
+        return _folder(path, files, left_out, how)
     if not path.is_file():
         if path.is_symlink():
             raise ConfigError(f"{path} is a link that leads nowhere: mend it, or give the file itself")
@@ -337,37 +336,38 @@ def _of_path(source: str, fields: _Fields, max_chars: int) -> Iterator[_Row]:
             " the documents, or give its folder, in which each file is one document"
         )
     if _kind(path) == "parquet":
-        _parquet_columns(path, fields)
+        _parquet_columns(path, how)
     try:
         path.open("rb").close()
     except OSError as error:
         raise ConfigError(f"{path} cannot be read ({error.strerror}): check its permissions") from error
-    return _file(path, path.name, fields, max_chars)
+    return _file(path, path.name, how)
 
 
-def _of_rows(path: Path, fields: _Fields) -> Iterator[_Row]:
+def _of_rows(path: Path, how: Documents) -> Iterator[_Row]:
     """Read rows of a table, a JSON document, an Arrow file, a folder of `datasets` or a log."""
-    rows = rows_of(path, encoding=fields.encoding)
+    rows = rows_of(path, encoding=how.encoding)
     first = next(rows, None)
     if first is None:
         raise ConfigError(f"{path} has no rows: there is nothing to read")
     row = first[1]
     if isinstance(row, ConfigError):
         raise row
-    if fields.text not in row and not shape_of(row):
+    if how.text_field not in row and not shape_of(row):
         raise ConfigError(
-            f"{path} has no field {fields.text!r}, it has {', '.join(map(str, row))[:200]}: name the field of the texts"
+            f"{path} has no field {how.text_field!r}, it has {', '.join(map(str, row))[:200]}: name the field of the"
+            " texts"
         )
-    return _readable(path, itertools.chain([first], rows), fields)
+    return _readable(path, itertools.chain([first], rows), how)
 
 
-def _readable(path: Path, rows: Iterator[Row], fields: _Fields) -> Iterator[_Row]:
+def _readable(path: Path, rows: Iterator[Row], how: Documents) -> Iterator[_Row]:
     try:
         for where, item in rows:
             if isinstance(item, ConfigError):
                 yield _Row(_place(where), reason=str(item))
             else:
-                yield from _of_item(item, _place(where), fields)
+                yield from _of_item(item, _place(where), how)
     except ConfigError as error:  # earlier rows stay
         yield _Row(path.name, reason=f"{FURTHER}: {error}")
 
@@ -402,43 +402,43 @@ def _files(folder: Path) -> tuple[list[Path], dict[Path, str]]:
     return paths, left_out
 
 
-def _folder(
-    folder: Path, files: list[Path], left_out: Mapping[Path, str], fields: _Fields, max_chars: int
-) -> Iterator[_Row]:
+def _folder(folder: Path, files: list[Path], left_out: Mapping[Path, str], how: Documents) -> Iterator[_Row]:
     for path in sorted([*files, *left_out], key=lambda path: path.relative_to(folder).parts):
         where = path.relative_to(folder).as_posix()
         if path in left_out:
             yield _Row(where, reason=left_out[path])
         elif reads(path):
             try:
-                for row in _of_rows(path, fields):
+                for row in _of_rows(path, how):
                     yield replace(row, where=f"{where}{row.where.removeprefix(path.name)}")
             except ConfigError as error:
                 yield _Row(where, reason=str(error))
         elif refused := _no_documents(path):
             yield _Row(where, reason=refused)
         elif _kind(path) != "text":
-            yield from _file(path, where, fields, max_chars)
+            yield from _file(path, where, how)
         else:
-            yield _whole(path, where, fields, max_chars)
+            yield _whole(path, where, how)
 
 
-def _whole(path: Path, where: str, fields: _Fields, max_chars: int) -> _Row:
+def _whole(path: Path, where: str, how: Documents) -> _Row:
     try:
-        with opened(path, fields.encoding) as stream:
-            data = stream.read(4 * max_chars + 1)
+        with opened(path, how.encoding) as stream:
+            data = stream.read(4 * how.max_chars + 1)
     except Exception as error:
         return _Row(where, reason=f"cannot be read: {error}")
-    return _too_long(where, max_chars) if len(data) > 4 * max_chars else _decoded(data.removeprefix(_MARK), where)
+    return (
+        _too_long(where, how.max_chars) if len(data) > 4 * how.max_chars else _decoded(data.removeprefix(_MARK), where)
+    )
 
 
-def _file(path: Path, where: str, fields: _Fields, max_chars: int) -> Iterator[_Row]:
+def _file(path: Path, where: str, how: Documents) -> Iterator[_Row]:
     try:
         if _kind(path) == "parquet":
-            yield from _parquet(path, where, fields)
+            yield from _parquet(path, where, how)
             return
-        with opened(path, fields.encoding) as stream:
-            yield from _lines(stream, where, _kind(path) == "json", fields, max_chars)
+        with opened(path, how.encoding) as stream:
+            yield from _lines(stream, where, _kind(path) == "json", how)
     except Exception as error:  # earlier rows stay
         yield _Row(where, reason=f"{FURTHER}: {error}")
 
@@ -493,8 +493,8 @@ def _most_bytes(compressed: int) -> int:
     return max(ALWAYS_BYTES, MOST_TIMES * compressed)
 
 
-def _standard_input(fields: _Fields, max_chars: int) -> Iterator[_Row]:
-    stream: Any = sys.stdin.buffer
+def _standard_input(how: Documents) -> Iterator[_Row]:
+    stream: Any = recoded(sys.stdin.buffer, how.encoding)
     begin = stream.peek(1)  # in a terminal, waits for a line
     if kind := kind_of_bytes(begin):
         kind = kind.split(",")[0]
@@ -503,12 +503,12 @@ def _standard_input(fields: _Fields, max_chars: int) -> Iterator[_Row]:
         raise ConfigError(f"standard input is {ONE_ARRAY}")
     if is_spread_json(begin):
         raise ConfigError(f"standard input is {ONE_OBJECT}")
-    yield from _lines(stream, "stdin", begins_json(begin), fields, max_chars)
+    yield from _lines(stream, "stdin", begins_json(begin), how)
 
 
-def _lines(stream: BinaryIO, where: str, as_json: bool, fields: _Fields, max_chars: int) -> Iterator[_Row]:
+def _lines(stream: BinaryIO, where: str, as_json: bool, how: Documents) -> Iterator[_Row]:
     # Up to four bytes a character, six in JSON (\uXXXX), and other fields.
-    limit = max_chars * (8 if as_json else 4) + 65536
+    limit = how.max_chars * (8 if as_json else 4) + 65536
     number = 0
     while line := stream.readline(limit):
         number += 1
@@ -516,7 +516,7 @@ def _lines(stream: BinaryIO, where: str, as_json: bool, fields: _Fields, max_cha
         if len(line) == limit and not line.endswith(b"\n"):
             while (rest := stream.readline(1 << 20)) and not rest.endswith(b"\n"):
                 pass
-            yield _too_long(at, max_chars)
+            yield _too_long(at, how.max_chars)
             continue
         if number == 1:
             line = line.removeprefix(_MARK)
@@ -535,7 +535,7 @@ def _lines(stream: BinaryIO, where: str, as_json: bool, fields: _Fields, max_cha
             yield _Row(at, reason=f"not valid JSON ({error})")
         else:
             if isinstance(item, dict):
-                yield from _of_item(item, at, fields)
+                yield from _of_item(item, at, how)
             else:
                 yield _Row(at, reason=f"not a JSON object: {type(item).__name__}")
 
@@ -564,25 +564,27 @@ def _parquet_file(path: Path) -> Any:
         raise ConfigError(f"{path} is not a parquet file that can be read: {first_sentence(error)}") from error
 
 
-def _parquet_columns(path: Path, fields: _Fields) -> list[str]:
+def _parquet_columns(path: Path, how: Documents) -> list[str]:
     names = _parquet_file(path).schema_arrow.names
     of_chats = {name for names_of in FIELDS.values() for name in names_of}
-    if fields.text not in names and not of_chats.intersection(names):
+    if how.text_field not in names and not of_chats.intersection(names):
         raise ConfigError(
-            f"{path} has no column {fields.text!r}, it has {', '.join(names)}: name the column of the texts"
+            f"{path} has no column {how.text_field!r}, it has {', '.join(names)}: name the column of the texts"
         )
-    if fields.id != "id" and fields.id not in names:
-        raise ConfigError(f"{path} has no column {fields.id!r}, it has {', '.join(names)}: name the column of the ids")
-    texts = (fields.text, fields.id, "messages", "tools", "concepts")
-    read = [name for name in names if name in (texts if fields.text in names else (*texts, *of_chats))]
+    if how.id_field != "id" and how.id_field not in names:
+        raise ConfigError(
+            f"{path} has no column {how.id_field!r}, it has {', '.join(names)}: name the column of the ids"
+        )
+    texts = (how.text_field, how.id_field, "messages", "tools", "concepts")
+    read = [name for name in names if name in (texts if how.text_field in names else (*texts, *of_chats))]
     for name, n in Counter(read).items():
         if n > 1:
             raise ConfigError(f"{path} has two columns {name!r}: rename one")
     return read
 
 
-def _parquet(path: Path, where: str, fields: _Fields) -> Iterator[_Row]:
-    columns, number, file = _parquet_columns(path, fields), 0, _parquet_file(path)
+def _parquet(path: Path, where: str, how: Documents) -> Iterator[_Row]:
+    columns, number, file = _parquet_columns(path, how), 0, _parquet_file(path)
     for group in range(file.metadata.num_row_groups):
         rows = file.metadata.row_group(group)
         chunks = [
@@ -599,7 +601,7 @@ def _parquet(path: Path, where: str, fields: _Fields) -> Iterator[_Row]:
         for batch in file.iter_batches(batch_size=size, row_groups=[group], columns=columns):
             for item in batch.to_pylist():
                 number += 1
-                yield from _of_item(item, f"{where}:{number}", fields)
+                yield from _of_item(item, f"{where}:{number}", how)
 
 
 def _too_large(chunk: Any) -> str:

@@ -578,6 +578,14 @@ def test_saved_datasets_folder_is_read_and_trained_on(tmp_path, save):
 
 
 @pytest.mark.parametrize(
+    ("data", "encoding"), [("Äther\n".encode("latin-1"), "latin-1"), ("Äther\n".encode("utf-16"), "utf-8")]
+)
+def test_standard_input_is_read_in_its_encoding(monkeypatch, data, encoding):
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BufferedReader(io.BytesIO(data))))
+    assert [document.text for document in read_documents("-", encoding=encoding)] == ["Äther"]
+
+
+@pytest.mark.parametrize(
     "data", [b'[{"text": "whales"}]', b'\xef\xbb\xbf\n[\n  {"text": "whales"},\n  {"text": "ships"}\n]\n']
 )
 def test_json_array_on_standard_input_is_not_read_as_text(monkeypatch, data):

@@ -201,7 +201,7 @@ def _normalised(message: Any, at: int) -> dict[str, Any]:
         del fields["tool_calls"]
     if isinstance(fields.get("tool_calls"), (list, tuple)):
         fields["tool_calls"] = [_with_arguments(call, _stated) for call in fields["tool_calls"]]
-    if invalid := next((name for name, value in fields.items() if not all(map(is_unicode, _texts_in(value)))), None):
+    if invalid := next((name for name, value in fields.items() if not all(map(is_unicode, texts_in(value)))), None):
         raise ChatRefused(
             f"messages[{at}] has a {invalid} that is not valid Unicode (a lone surrogate), which no tokenizer reads",
             at,
@@ -219,13 +219,13 @@ def _say_as_templates_do(message: dict[str, Any]) -> None:
         message["content"] = refusal
 
 
-def _texts_in(value: Any) -> Iterator[str]:
+def texts_in(value: Any) -> Iterator[str]:
     """Yield every string in a JSON value."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, (Mapping, list, tuple)):
         for inner in (*value, *value.values()) if isinstance(value, Mapping) else value:
-            yield from _texts_in(inner)
+            yield from texts_in(inner)
 
 
 def _joined(content: Any, role: Any) -> Any:

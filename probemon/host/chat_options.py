@@ -41,7 +41,7 @@ def _variables(source: str) -> frozenset[str]:
     from jinja2 import Environment, TemplateSyntaxError, meta
     from jinja2.ext import Extension
 
-    class Generation(Extension):
+    class GenerationBlock(Extension):
         """The block that transformers knows besides."""
 
         tags = {"generation"}  # noqa: RUF012
@@ -50,7 +50,7 @@ def _variables(source: str) -> frozenset[str]:
             next(parser.stream)
             return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
-    environment = Environment(extensions=[Generation, "jinja2.ext.loopcontrols"])
+    environment = Environment(extensions=[GenerationBlock, "jinja2.ext.loopcontrols"])
     try:
         found = meta.find_undeclared_variables(environment.parse(source))
     except TemplateSyntaxError as error:

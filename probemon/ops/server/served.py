@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -18,6 +18,7 @@ from transformers.generation.configuration_utils import GenerationMode
 
 from probemon.core.hierarchy import Mask
 from probemon.errors import ArenaFull, ChatRefused, ConfigError, RequestRefused, RuleError, UnknownConcept
+from probemon.host.chat_forms import texts_in
 from probemon.host.chat_template import render
 from probemon.host.reasoning_marks import ReasoningMarks, marks_of
 from probemon.host.text_tokens import ids_of
@@ -165,7 +166,9 @@ class Served:
                 f"{self.name} has no chat template: ask /v1/completions for what follows a text", "messages"
             )
         for at, message in enumerate(request.messages):
-            self._check_no_control(f"messages[{at}]", message)
+            for name, value in message.items():
+                self._check_no_control(f"messages[{at}].{name}", value)
+        self._check_no_control("tools", request.tools)
         try:
             with self._encoding:  # a template may write today's date, which is right here
                 chat = render(
@@ -179,18 +182,16 @@ class Served:
         except ChatRefused as error:
             raise RequestRefused(f"{self.name}: {error}", error.param) from error
 
-    def _check_no_control(self, where: str, message: Mapping[str, Any]) -> None:
-        """Refuse a message that would be read as several turns."""
-        for name in ("content", "reasoning_content"):
-            said = message.get(name)
-            found = next((token for token in self._control_tokens if isinstance(said, str) and token in said), None)
-            if found is not None:
-                raise RequestRefused(
-                    f"{where}.{name} has {found!r}, which the model reads as a control token, such as the end of a"
-                    " turn: leave it out (the server lets it through with --allow-control-tokens)",
-                    f"{where}.{name}",
-                    code="control_token",
-                )
+    def _check_no_control(self, param: str, value: Any) -> None:
+        """Refuse texts that would be read as several turns."""
+        found = next((token for text in texts_in(value) for token in self._control_tokens if token in text), None)
+        if found is not None:
+            raise RequestRefused(
+                f"{param} has {found!r}, which the model reads as a control token, such as the end of a turn: leave it"
+                " out (the server lets it through with --allow-control-tokens)",
+                param,
+                code="control_token",
+            )
 
     def _ids_of(self, prompt: str | tuple[int, ...]) -> Sequence[int]:
         if isinstance(prompt, str):

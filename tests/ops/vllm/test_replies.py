@@ -58,7 +58,7 @@ def served(tmp_path, key):
         SERVED.append(ServedEngine(client, None, own.key, ["127.0.0.1"], "tiny", Limits(), ready.set))
         paths = ("/v1/chat/completions", "/v1/completions")
         app = Routes(Starlette(routes=[Route(path, create, methods=["POST"]) for path in paths]))
-        app.stop = lambda: None
+        app.stop = app.cut = lambda: None
         server = make_server(app, lambda: None)
         thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]})
         thread.start()

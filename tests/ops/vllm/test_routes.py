@@ -59,7 +59,7 @@ def served(file):
         SERVED.append(ServedEngine(client, metrics, TOKEN, all_names("127.0.0.1", []), "tiny", Limits(), ready.set))
         engine = Starlette(routes=[Route("/v1/models", lambda http: PlainTextResponse("vLLM's own"))])
         app = Routes(engine)
-        app.stop = lambda: None
+        app.stop = app.cut = lambda: None
         server = make_server(app, lambda: None)
         thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]})
         thread.start()
@@ -218,7 +218,8 @@ def test_rules_abort_answers_of_the_engine_that_the_server_has(file):
     with VllmClient(file, stops="abort") as client, open_socket("127.0.0.1", 0) as sock:
         SERVED.append(ServedEngine(client, None, None, all_names("127.0.0.1", []), "tiny", Limits(), ready.set))
         app = Starlette(middleware=[Middleware(Routes)])  # as vLLM adds it
-        app.state.engine_client, app.stop = Engine(), lambda: None
+        app.state.engine_client = Engine()
+        app.stop = app.cut = lambda: None
         server = make_server(app, lambda: None)
         thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]})
         thread.start()

@@ -23,7 +23,7 @@ from probemon.ops.deployment.deployment import Deployment
 from probemon.ops.server.server import all_names, is_loopback
 from test_locked_down_start import AS, NAMELESS, READ_ONLY, needs_mounts, needs_users, place  # noqa: F401
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 FOLDER = ROOT / "examples/deploy"
 CACHE, PORT = "/var/cache/probemon", 8321
 SERVE = typer.main.get_command(cli.app).commands["serve"]

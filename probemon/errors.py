@@ -165,11 +165,19 @@ class ChatRefused(ProbemonError, ValueError):
 
 
 class RequestRefused(ProbemonError, ValueError):
-    """The server refuses a request: HTTP `.status`, invalid `.param` (or None), `.code`."""
+    """The server refuses a request: HTTP `.status`, invalid `.param` (or None), `.code`, `.retry_after_seconds`."""
 
-    def __init__(self, message: str, param: str | None = None, *, status: int = 400, code: str | None = None) -> None:
+    def __init__(
+        self,
+        message: str,
+        param: str | None = None,
+        *,
+        status: int = 400,
+        code: str | None = None,
+        retry_after_seconds: float | None = None,
+    ) -> None:
         super().__init__(message)
-        self.param, self.status, self.code = param, status, code
+        self.param, self.status, self.code, self.retry_after_seconds = param, status, code, retry_after_seconds
 
 
 class Blind(ProbemonError, RuntimeError):

@@ -56,7 +56,7 @@ def serve() -> None:
     served = Served("demo", model, tokenizer, manager, limits)
     with open_socket("127.0.0.1", 0) as sock:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER)
-        app = make_app(served, limits, token=None, hosts=all_names("127.0.0.1", []))
+        app = make_app(served, limits, keys=[], hosts=all_names("127.0.0.1", []))
         ends = lambda *_: print("forward", time.monotonic(), flush=True)  # noqa: E731
         model.model.register_forward_hook(ends)
         time_answers(Answering)

@@ -14,6 +14,7 @@ from conftest import make_pack
 from probemon import DynamicProbeManager
 from probemon.bundled import FOLDER, load_bundled
 from probemon.ops.server.app import make_app
+from probemon.ops.server.keys import Key
 from probemon.ops.server.limits import Limits
 from probemon.ops.server.served import Served
 from probemon.ops.server.server import all_names, make_server, open_socket
@@ -50,11 +51,12 @@ def tiny_host(tokenizer):
 class Running:
     """A server in a thread, on a port of its own. It is asked at 127.0.0.1."""
 
-    def __init__(self, served, limits=LIMITS, token=TOKEN, host="127.0.0.1", **options):
+    def __init__(self, served, limits=LIMITS, token=TOKEN, host="127.0.0.1", keys=None, **options):
+        keys = keys if keys is not None else [Key(token)] if token else []
         self.served, self.limits, self.token = served, limits, token
         self.sock = open_socket(host, 0)
         self.port = self.sock.getsockname()[1]
-        self.app = make_app(served, limits, token=token, hosts=all_names(host, []))
+        self.app = make_app(served, limits, keys=keys, hosts=all_names(host, []))
         ready = threading.Event()
         self.server = make_server(self.app, ready.set, **options)
         self.thread = threading.Thread(target=self.server.run, kwargs={"sockets": [self.sock]})

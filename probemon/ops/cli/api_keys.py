@@ -1,4 +1,4 @@
-"""The API key that clients of a server give: one of your own, or one that is drawn at each start."""
+"""The API keys that clients of a server give: your own, or one that is drawn at each start."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from typing import Annotated
 import typer
 
 from probemon.errors import ConfigError
+from probemon.ops.server.keys import Key, check_secret, read_keys
 
 VARIABLE = "PROBEMON_API_KEY"
-_BYTES, _LEAST = 32, 16
+_BYTES = 32
 
 ApiKey = Annotated[
     str,
@@ -22,7 +23,14 @@ ApiKey = Annotated[
         " see it: give the variable, or --api-key-file. Default: one is drawn and printed.",
     ),
 ]
-ApiKeyFile = Annotated[Path | None, typer.Option(metavar="FILE", help="A file that holds the key, and no more.")]
+ApiKeyFile = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE",
+        help="A file with the key alone, or, for probemon serve, with a line NAME KEY ROLE,ROLE for each: ask, read,"
+        " metrics, admin; then per_minute=N and places=N if you like.",
+    ),
+]
 
 
 def drawn_key() -> str:
@@ -30,24 +38,28 @@ def drawn_key() -> str:
     return secrets.token_urlsafe(_BYTES)
 
 
-def api_key_of(key: str, file: Path | None, *, no_token: bool) -> tuple[str | None, bool]:
-    """Return the key, None without one, and whether it was drawn. Raises `ConfigError` for a key that is no key."""
+def api_keys_of(key: str, file: Path | None, *, no_token: bool) -> tuple[tuple[Key, ...], bool]:
+    """Return the keys, none with `no_token`, and whether one was drawn. Raises `ConfigError` for what is no key."""
     options = {"--api-key": bool(key), "--api-key-file": file is not None, "--no-token": no_token}
     given = [name for name, is_given in options.items() if is_given]
     if len(given) > 1:
         raise ConfigError(f"{given[0]} (or {VARIABLE}) and {given[1]} are given: give one of the two")
     if no_token:
-        return None, False
-    if file is not None:
-        try:
-            key = file.read_text(encoding="utf-8").strip()
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"{file} cannot be read as a key ({error}): give a file of text") from error
-    elif not key:
-        return drawn_key(), True
-    if len(key) < _LEAST or not key.isascii() or not key.isprintable() or " " in key:
-        raise ConfigError(
-            f"the API key has {len(key)} characters, or some that a header cannot hold: give {_LEAST} or more, letters,"
-            " digits and marks, without spaces"
-        )
-    return key, False
+        return (), False
+    if file is None:
+        return (Key(check_secret(key)),) if key else (Key(drawn_key()),), not key
+    try:
+        return read_keys(file.read_text(encoding="utf-8"), file.name), False
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{file} cannot be read as a key ({error}): give a file of text") from error
+
+
+def api_key_of(key: str, file: Path | None, *, no_token: bool) -> tuple[str | None, bool]:
+    """Return the one key of a server that knows no roles, None without one, and whether it was drawn.
+
+    Raises `ConfigError`, also for a file with keys of roles.
+    """
+    keys, is_drawn = api_keys_of(key, file, no_token=no_token)
+    if any(one.name for one in keys):
+        raise ConfigError(f"{file} has keys with roles, which vLLM's server has not: give a file with one key alone")
+    return (keys[0].secret if keys else None), is_drawn

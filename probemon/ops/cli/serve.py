@@ -15,8 +15,9 @@ from probemon.cli import options as opt
 from probemon.cli.common import load_aloud, make_manager, pack_for, use_threads
 from probemon.cli.terminal import say
 from probemon.errors import ConfigError, ProbemonError
-from probemon.ops.cli.api_keys import ApiKey, ApiKeyFile, api_key_of
+from probemon.ops.cli.api_keys import ApiKey, ApiKeyFile, api_keys_of
 from probemon.ops.cli.deployments import open_deployment
+from probemon.ops.server.logs import Form, Level, set_up_log
 from probemon.util.counted import counted
 
 if TYPE_CHECKING:
@@ -43,6 +44,17 @@ ControlTokens = Annotated[
 MaxTokens = Annotated[int, typer.Option(help="Most tokens of an answer.")]
 AtOnce = Annotated[int, typer.Option(help="Requests that are answered at the same time, each in a separate thread.")]
 Queue = Annotated[int, typer.Option(help="Requests that may wait; more are answered 429.")]
+NoRecords = Annotated[
+    bool,
+    typer.Option("--no-records", help="Keep no request once it has ended, and no event for a page that comes later."),
+]
+KeepRequests = Annotated[int, typer.Option(help="Ended requests that are kept in memory, the newest.", min=1)]
+KeepMinutes = Annotated[
+    int,
+    typer.Option(help="Minutes for which requests and events are kept; 0: never dropped for their age.", min=0),
+]
+LogLevel = Annotated[Level, typer.Option(help="Least level of what is written to stderr; info has a line per request.")]
+LogFormat = Annotated[Form, typer.Option(help="Form of the log: lines of text, or a JSON object per line.")]
 DrainSeconds = Annotated[
     int,
     typer.Option(
@@ -67,6 +79,11 @@ def serve(
     at_once: AtOnce = 2,
     queue: Queue = 32,
     drain_seconds: DrainSeconds = 60,
+    no_records: NoRecords = False,
+    keep_requests: KeepRequests = 100,
+    keep_minutes: KeepMinutes = 0,
+    log_level: LogLevel = "warning",
+    log_format: LogFormat = "text",
     alert_set: opt.AlertSet = None,
     dtype: opt.Dtype = "auto",
     device: opt.Device = "cpu",
@@ -89,12 +106,18 @@ def serve(
             + ("--no-token is for this machine alone" if no_token else "say --allow-remote if that is meant")
         )
     names = all_names(host, allow_host or ())
-    token, is_drawn = api_key_of(api_key, api_key_file, no_token=no_token)
+    keys, is_drawn = api_keys_of(api_key, api_key_file, no_token=no_token)
     from probemon.engine.kernels import check_device
     from probemon.ops.server.limits import Limits
     from probemon.packs.group import open_packs
 
-    limits = Limits(max_tokens=max_tokens, at_once=at_once, queue=queue)
+    limits = Limits(
+        max_tokens=max_tokens,
+        at_once=at_once,
+        queue=queue,
+        kept_requests=0 if no_records else keep_requests,
+        kept_minutes=keep_minutes,
+    )
     check_device(device)
     use_threads(threads)
     checked_deployment = None
@@ -106,6 +129,7 @@ def serve(
     else:
         opened = open_packs([pack_for(model, pack), *(more_packs or ())], alert_set)
     with open_socket(host, port) as sock:
+        set_up_log(log_level, log_format)
         loaded, tokenizer = load_aloud(model, device, dtype)
         from probemon.host.compatibility import check_readable
         from probemon.host.model import unwrap
@@ -125,9 +149,9 @@ def serve(
             checked_deployment,
             control_tokens=allow_control_tokens,
         )
-        app = make_app(served, limits, token=token, hosts=names)
-        address = address_of(sock) + ("" if token is None else f"#token={token}" if is_drawn else " with your API key")
-        ready = partial(say, f"probemon serving at {address}")
+        app = make_app(served, limits, keys=keys, hosts=names)
+        way_in = f"#token={keys[0].secret}" if is_drawn else " with your API key" if keys else ""
+        ready = partial(say, f"probemon serving at {address_of(sock)}{way_in}")
         reload = None if checked_deployment is None else partial(_reload, served)
         make_server(app, ready, drain_seconds=drain_seconds, reload=reload).run(sockets=[sock])
 

@@ -1,6 +1,6 @@
 """The server's routes, as an ASGI application.
 
-app = make_app(served, limits, token="...", hosts={"127.0.0.1", "localhost"})
+app = make_app(served, limits, keys=[Key("...")], hosts={"127.0.0.1", "localhost"})
 
 OpenAI's /v1/chat/completions, /v1/completions and /v1/models; /v1/probemon/... for the page; /healthz, /readyz,
 /metrics.
@@ -24,14 +24,15 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from probemon.errors import RequestRefused
+from probemon.errors import ProbemonError, RequestRefused
 from probemon.monitor.health import Health
 from probemon.ops.server.answering import Ending, Piece
 from probemon.ops.server.answers import Answers, error_object, failure_chunk, failure_object
 from probemon.ops.server.canary import ServedCanary
 from probemon.ops.server.event_stream import EventStream, wait_for_disconnect
 from probemon.ops.server.generator import Failure, Generator, Job
-from probemon.ops.server.guard import Guard
+from probemon.ops.server.guard import Guard, check_may
+from probemon.ops.server.keys import Key
 from probemon.ops.server.limits import Limits
 from probemon.ops.server.metrics import ServerMetrics, process_metrics
 from probemon.ops.server.outbox import Outbox
@@ -41,15 +42,17 @@ from probemon.ops.server.requests import read_request
 from probemon.ops.server.served import Served
 from probemon.ops.server.subscribers import EventRing
 from probemon.ops.server.token_objects import about_pack
+from probemon.util.counted import counted
 
-_SIGHT_SECONDS = 30.0  # how long a canary's result counts
+_SIGHT_SECONDS, _BLIND_SECONDS = 30.0, 5.0  # how long a canary's result counts, and how long its failure
+_FORGETTING_SECONDS = 10.0
 
 
-def make_app(served: Served, limits: Limits, *, token: str | None, hosts: Collection[str]) -> Guard:
-    """Return the application. Raises `Blind` if the canary is not seen."""
+def make_app(served: Served, limits: Limits, *, keys: Collection[Key], hosts: Collection[str]) -> Guard:
+    """Return the application; without keys, everyone may do everything. Raises `Blind` if the canary is not seen."""
     routes = _Routes(served, limits)
     app = routes.app()
-    return Guard(app, hosts=hosts, token=token, body_bytes=limits.body_bytes, stop=routes.stop, cut=routes.cut)
+    return Guard(app, hosts=hosts, keys=keys, body_bytes=limits.body_bytes, stop=routes.stop, cut=routes.cut)
 
 
 class _Routes:
@@ -77,7 +80,10 @@ class _Routes:
                 Route("/v1/probemon/pack", self._about_pack),
                 Route("/v1/probemon/events", self._events),
                 Route("/v1/probemon/requests", self._list_requests),
+                Route("/v1/probemon/requests", self._delete_requests, methods=["DELETE"]),
                 Route("/v1/probemon/requests/{name}", self._request),
+                Route("/v1/probemon/requests/{name}", self._delete_requests, methods=["DELETE"]),
+                Route("/v1/probemon/reload", self._reload, methods=["POST"]),
                 Route("/healthz", self._healthy),
                 Route("/readyz", self._ready),
                 Route("/metrics", self._show_metrics),
@@ -101,7 +107,9 @@ class _Routes:
         telemetry = self._served.telemetry
         if telemetry is not None:
             telemetry.open()
+        forgetting = asyncio.ensure_future(self._forget())
         yield
+        forgetting.cancel()
         await asyncio.to_thread(self._generator.close)
         if telemetry is not None:
             await asyncio.to_thread(telemetry.close)
@@ -109,6 +117,7 @@ class _Routes:
     # -- OpenAI's --------------------------------------------------------------------------------
 
     async def _complete(self, kind: str, http: HttpRequest) -> Any:
+        key = check_may(http.state, "ask")
         try:
             body = await asyncio.wait_for(http.body(), self._limits.stalled_seconds)
         except TimeoutError:
@@ -118,7 +127,7 @@ class _Routes:
         request = read_request(kind, body, self._limits)
         prepared = await asyncio.to_thread(self._served.prepare, request)
         outbox = Outbox(self._limits.waiting_bytes, self._limits.stalled_seconds)
-        job = self._generator.submit(prepared, outbox)
+        job = self._generator.submit(prepared, outbox, key)
         if request.stream:
             return EventStream(_chunks(job), on_end=outbox.leave, stalled_seconds=self._limits.stalled_seconds)
         leaving = asyncio.ensure_future(wait_for_disconnect(http.receive))
@@ -146,6 +155,7 @@ class _Routes:
         return Response(self._pack, media_type="application/json", headers=self._by_boot)
 
     async def _events(self, http: HttpRequest) -> Any:
+        key = check_may(http.state, "ask", "read")
         if http.method == "HEAD":  # it would never end
             return Response(media_type="text/event-stream")
         last_event_id = http.headers.get("last-event-id")
@@ -154,7 +164,7 @@ class _Routes:
             if last_event_id is not None and last_event_id.isdecimal() and len(last_event_id) < 16
             else None
         )
-        subscriber = self._ring.subscribe(after, self._load)
+        subscriber = self._ring.subscribe(after, self._load, key.reads)
         return EventStream(
             subscriber.chunks(),
             on_end=partial(self._ring.leave, subscriber),
@@ -165,19 +175,41 @@ class _Routes:
         return {"n_running": self._generator.n_running, "n_waiting": self._generator.n_waiting}
 
     async def _list_requests(self, http: HttpRequest) -> Response:
-        return JSONResponse({"requests": self._records.list()}, headers=self._by_boot)
+        key = check_may(http.state, "ask", "read")
+        return JSONResponse({"requests": self._records.list(key.reads)}, headers=self._by_boot)
 
     async def _request(self, http: HttpRequest) -> Response:
-        name = http.path_params["name"]
-        content = await asyncio.to_thread(self._records.get, name)
+        key, name = check_may(http.state, "ask", "read"), http.path_params["name"]
+        content = await asyncio.to_thread(self._records.get, name, key.reads)
         if content is None:
-            raise RequestRefused(
-                f"request {name!r:.100} is not kept: this server keeps its newest {self._limits.kept_requests}, and"
-                " none from before it was started",
-                status=404,
-                code="request_forgotten",
-            )
+            raise self._forgotten(name)
         return Response(content, media_type="application/json", headers=self._by_boot)
+
+    async def _delete_requests(self, http: HttpRequest) -> Response:
+        check_may(http.state, "admin")
+        name = http.path_params.get("name")
+        names = self._records.delete(name)
+        if name is not None and not names:
+            raise self._forgotten(name)
+        self._ring.delete(names)
+        return JSONResponse({"n_deleted": len(names)})
+
+    def _forgotten(self, name: str) -> RequestRefused:
+        number, minutes = self._limits.kept_requests, self._limits.kept_minutes
+        time_limit = f", for {counted(minutes, 'minute')}" if minutes else ""
+        what = f"its newest {number}{time_limit}" if number else "none"
+        return RequestRefused(
+            f"request {name!r:.100} is not kept: this server keeps {what}, and none from before it was started",
+            status=404,
+            code="request_forgotten",
+        )
+
+    async def _forget(self) -> None:
+        """Drop what is too old, for ever."""
+        while True:
+            await asyncio.sleep(_FORGETTING_SECONDS)
+            self._records.forget_old()
+            self._ring.forget_old()
 
     async def _file(self, http: HttpRequest) -> Response:
         name = http.path_params.get("name", "index.html")
@@ -194,7 +226,8 @@ class _Routes:
     async def _ready(self, http: HttpRequest) -> Response:
         async with self._looking:
             # Scored answers prove nothing: the weights may be others.
-            if not self._health.ok or time.monotonic() - self._looked_at > _SIGHT_SECONDS:
+            counts_for = _SIGHT_SECONDS if self._health.ok else _BLIND_SECONDS
+            if time.monotonic() - self._looked_at > counts_for:
                 self._health, self._looked_at = await asyncio.to_thread(self._canary.look), time.monotonic()
             health = self._health
         circuit = self._served.circuit
@@ -204,7 +237,18 @@ class _Routes:
             return JSONResponse({"status": "ready", **health.as_dict()})
         return JSONResponse({"status": "blind", "why": str(health), **health.as_dict()}, status_code=503)
 
+    async def _reload(self, http: HttpRequest) -> Response:
+        check_may(http.state, "admin")
+        holding = self._served.holding
+        try:
+            reloaded = await asyncio.to_thread(holding.reload)
+        except (ProbemonError, OSError) as error:
+            raise RequestRefused(f"not reloaded, the previous file still applies: {error}", code="reload") from error
+        sha256 = None if holding.now.deployment is None else holding.now.deployment.sha256
+        return JSONResponse({"sha256": sha256, "n_only_rules": reloaded.to_rules, "n_unchanged": reloaded.to_nothing})
+
     async def _show_metrics(self, http: HttpRequest) -> Response:
+        check_may(http.state, "metrics")
         if self._metrics is None:
             missing = "metrics need prometheus-client: pip install 'probemon[metrics]'"
             raise RequestRefused(missing, status=501, code="missing_extra")
@@ -215,7 +259,9 @@ class _Routes:
         assert isinstance(error, RequestRefused)
         kind = "rate_limit_error" if error.status == 429 else "invalid_request_error"
         content = error_object(str(error), error.param, code=error.code, kind=kind)
-        headers = {"retry-after": str(self._generator.retry_after_seconds())} if error.status == 429 else {}
+        seconds = error.retry_after_seconds
+        later = self._generator.retry_after_seconds() if seconds is None else max(1, math.ceil(seconds))
+        headers = {"retry-after": str(later)} if error.status == 429 else {}
         return JSONResponse(content, status_code=error.status, headers=headers)
 
 

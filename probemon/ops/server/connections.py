@@ -8,14 +8,18 @@ uvicorn would keep either, and its file descriptor, without limit.
 from __future__ import annotations
 
 import asyncio
+import json
 from typing import Any
+
+from probemon.ops.server.answers import error_object
 
 ABORT = "probemon.abort"  # in a scope's extensions: cuts the connection off
 _BUSY = object()
 
 
 def impatient_protocol(seconds: float) -> type:
-    """Return uvicorn's HTTP protocol; it checks its connection every `seconds`."""
+    """Return uvicorn's HTTP protocol; it checks its connection every `seconds`, and its own errors are JSON."""
+    import h11
     from uvicorn.protocols.http.h11_impl import H11Protocol
 
     class Impatient(H11Protocol):
@@ -40,6 +44,17 @@ def impatient_protocol(seconds: float) -> type:
             if self._look is not None:
                 self._look.cancel()
             super().connection_lost(exc)
+
+        def send_400_response(self, msg: str) -> None:
+            body = json.dumps(error_object(f"{msg}: this is no HTTP/1.1 request", code="invalid_http")).encode()
+            headers = [
+                (b"content-type", b"application/json"),
+                (b"content-length", str(len(body)).encode()),
+                (b"connection", b"close"),
+            ]
+            for event in (h11.Response(status_code=400, headers=headers), h11.Data(data=body), h11.EndOfMessage()):
+                self.transport.write(self.conn.send(event))
+            self.transport.close()
 
         def _cut_if_idle(self) -> None:
             """Cut the connection off if it was idle at two checks, without a request between."""

@@ -9,11 +9,13 @@ import threading
 import time
 from collections import deque
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from probemon.errors import RequestRefused
 from probemon.ops.server.answering import Answering, Ending, Piece
 from probemon.ops.server.counts import Counts
+from probemon.ops.server.keys import NOBODY, Key, Quotas
 from probemon.ops.server.limits import Limits
 from probemon.ops.server.outbox import Outbox, Stalled
 from probemon.ops.server.records import Records
@@ -37,11 +39,12 @@ class Failure:
 class Job:
     """One request. `id`: also of its answer and link; `created`: Unix time."""
 
-    def __init__(self, prepared: Prepared, outbox: Outbox, ring: EventRing, records: Records) -> None:
+    def __init__(self, prepared: Prepared, outbox: Outbox, ring: EventRing, records: Records, key: Key) -> None:
         request = prepared.request
         self.id, self.created = _PREFIX[request.kind] + secrets.token_hex(12), int(time.time())
-        self.prepared, self.outbox = prepared, outbox
-        self._ring, self._records = ring, records
+        self.prepared, self.outbox, self.key = prepared, outbox, key
+        self._publish = partial(ring.publish, request=self.id, owner=key.name)
+        self._records = records
         self._n_bytes = 0  # noted, not sent
         prompt_fields: dict[str, Any] = (
             {"messages": list(request.messages)}
@@ -50,6 +53,8 @@ class Job:
         )
         self._about = {"request": self.id, "created": self.created, "kind": request.kind, **prompt_fields}
         self._about["options"] = dict(request.options)
+        if key.name:
+            self._about["key"] = key.name
         n_choices = len(prepared.prompts) * request.n
         optional_fields: dict[str, Any] = {"prompt_tokens": []} if prepared.watch.prompt else {}
         texts = {"text": ""} | ({} if prepared.marks is None else {"reasoning": ""})
@@ -57,7 +62,7 @@ class Job:
             {**texts, "finish_reason": None, "tokens": [], "events": [], "summary": None} for _ in range(n_choices)
         ]
         self._content = {**self._about, **optional_fields, "choices": empty}
-        self._record = records.begin(self.id, self._content)
+        self._record = records.begin(self.id, self._content, key.name)
 
     @property
     def cancelled(self) -> bool:
@@ -66,7 +71,7 @@ class Job:
 
     def begin(self) -> None:
         """Publish that the answer begins."""
-        self._ring.publish("begin", self._about)
+        self._publish("begin", self._about)
 
     def note(self, choice: int, tokens: list[dict[str, Any]], events: list[dict[str, Any]]) -> None:
         """Report to subscribers and records."""
@@ -77,7 +82,7 @@ class Job:
                 answer_entries = content["tokens" if kind == "token" else "events"]
                 to = self._content["prompt_tokens"] if entry.get("phase") == "prompt" else answer_entries
                 self._records.add(self._record, to, entry, len(text))
-                self._ring.publish(kind, f'{{"request": "{self.id}", {text[1:]}')
+                self._publish(kind, f'{{"request": "{self.id}", {text[1:]}')
                 self._n_bytes += len(text)
 
     def send(self, piece: Piece) -> None:
@@ -94,7 +99,7 @@ class Job:
         texts = {"text": ending.text} | ({} if ending.reasoning is None else {"reasoning": ending.reasoning})
         values = {**texts, "finish_reason": ending.finish_reason, "summary": ending.summary}
         self._records.set(self._record, self._content["choices"][ending.choice], values)
-        self._ring.publish("end", {"request": self.id, "choice": ending.choice, **values})
+        self._publish("end", {"request": self.id, "choice": ending.choice, **values})
         self.outbox.put(ending, 0)
 
     def fail(self, failure: Failure) -> None:
@@ -102,12 +107,12 @@ class Job:
         for choice in self._content["choices"]:
             if choice["finish_reason"] is None:
                 self._records.set(self._record, choice, {"finish_reason": "error"})
-        self._ring.publish("error", {"request": self.id, "message": failure.message})
+        self._publish("error", {"request": self.id, "message": failure.message})
         self.outbox.put(failure, 0, wait=False)
 
     def cut(self, failure: Failure) -> None:
         """Tell the client a failure, and end the answer at its next token."""
-        self._ring.publish("error", {"request": self.id, "message": failure.message})
+        self._publish("error", {"request": self.id, "message": failure.message})
         self.outbox.cut(failure)
 
     def finish(self) -> None:
@@ -117,7 +122,7 @@ class Job:
                 texts = {name: choice[name] for name in ("text", "reasoning") if name in choice}
                 values = {**texts, "finish_reason": "cancelled", "summary": None}
                 self._records.set(self._record, choice, values)
-                self._ring.publish("end", {"request": self.id, "choice": at, **values})
+                self._publish("end", {"request": self.id, "choice": at, **values})
         self._records.end(self._record)
         self.outbox.finish()
 
@@ -139,6 +144,7 @@ class Generator:
         self._changed = threading.Condition()  # guards the fields below
         self._waiting: deque[Job] = deque()
         self._running: set[Job] = set()
+        self._quotas = Quotas()
         self._closed = False
         self._threads = [
             threading.Thread(target=self._work, name=f"probemon-serve-{number}", daemon=True)
@@ -158,8 +164,8 @@ class Generator:
         with self._changed:
             return sum(not job.cancelled for job in self._waiting)
 
-    def submit(self, prepared: Prepared, outbox: Outbox) -> Job:
-        """Queue a request. Raises `RequestRefused` if too many wait."""
+    def submit(self, prepared: Prepared, outbox: Outbox, key: Key = NOBODY) -> Job:
+        """Queue a request. Raises `RequestRefused` if too many wait, or beyond a limit of the key."""
         with self._changed:
             for job in [job for job in self._waiting if job.cancelled]:
                 self._waiting.remove(job)
@@ -172,7 +178,12 @@ class Generator:
                     status=429,
                     code="queue_full",
                 )
-            job = Job(prepared, outbox, self._ring, self._records)
+            try:
+                self._quotas.take(key, (job.key.name for job in (*self._waiting, *self._running)))
+            except RequestRefused:
+                self.counts.requests["refused"] += 1
+                raise
+            job = Job(prepared, outbox, self._ring, self._records, key)
             self._waiting.append(job)
             self._changed.notify()
         return job
@@ -235,7 +246,15 @@ class Generator:
                 job.finish()
                 with self._changed:
                     self._running.discard(job)
-                self.counts.ended(outcome, time.monotonic() - begun)
+                seconds = time.monotonic() - begun
+                self.counts.ended(outcome, seconds)
+                about = {
+                    "request": job.id,
+                    "key": job.key.name or None,
+                    "outcome": outcome,
+                    "seconds": round(seconds, 3),
+                }
+                LOG.info("request %s %s in %.1f s", job.id, outcome, seconds, extra=about)
 
     def _answer(self, job: Job) -> None:
         if job.cancelled:

@@ -1,12 +1,11 @@
 """Checks requests before they reach a route, and adds headers to responses.
 
 Pages of other sites can reach a local server, so Host and Origin are checked. Bodies must be JSON, which no form can
-send. Paths outside `_OPEN` need the token.
+send. Paths outside `_OPEN` need a key; what it may do, routes check (`check_may`).
 """
 
 from __future__ import annotations
 
-import hmac
 import ipaddress
 import json
 import re
@@ -15,6 +14,7 @@ from typing import Any
 
 from probemon.errors import RequestRefused
 from probemon.ops.server.answers import error_object
+from probemon.ops.server.keys import NOBODY, Key, key_of
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -37,7 +37,7 @@ HEADERS = {
 
 
 class Guard:
-    """`hosts`: lowercase; `token`: one or several; None or none of them: not required.
+    """`hosts`: lowercase; `keys`: of clients; none: not required.
 
     `stop()`: ends streams that never end by themselves; `cut()`: ends all others.
     """
@@ -47,14 +47,14 @@ class Guard:
         app: App,
         *,
         hosts: Collection[str],
-        token: str | Collection[str] | None,
+        keys: Collection[Key],
         body_bytes: int,
         stop: Callable[[], None] = lambda: None,
         cut: Callable[[], None] = lambda: None,
     ) -> None:
         self._app, self._hosts, self._body_bytes = app, frozenset(hosts), body_bytes
         self.stop, self.cut = stop, cut
-        self._tokens = [one.encode() for one in ([token] if isinstance(token, str) else token or ())]
+        self._keys = tuple(keys)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -64,7 +64,9 @@ class Guard:
             await send({"type": "websocket.close", "code": 1008})
             return
         send = _with_headers(send)
-        refusal = self._refusal(scope)
+        key = self._key(_Headers(scope))
+        scope.setdefault("state", {})["key"] = key or NOBODY  # nobody reaches only open paths
+        refusal = self._refusal(scope, key)
         if refusal is not None:
             await answer(send, *refusal)
             return
@@ -81,7 +83,7 @@ class Guard:
 
         await self._app(scope, counted, send)
 
-    def _refusal(self, scope: Scope) -> tuple[int, str, str] | None:
+    def _refusal(self, scope: Scope, key: Key | None) -> tuple[int, str, str] | None:
         """Return status, message and code; None if the request is let in."""
         headers = _Headers(scope)
         host = (headers.only("host") or "").lower()
@@ -91,9 +93,9 @@ class Guard:
         origin = headers.values("origin")
         if origin and [one.lower() for one in origin] not in ([f"http://{host}"], [f"https://{host}"]):
             return 403, f"pages of {', '.join(origin)!r:.100} may not ask this server", "origin"
-        if not self._is_open(scope["path"]) and not self._has_token(headers):
-            return 401, "give the token that the server printed, as Authorization: Bearer", "token"
-        if scope["method"] not in ("GET", "HEAD", "OPTIONS"):
+        if key is None and not self._is_open(scope["path"]):
+            return 401, "give the server's API key as Authorization: Bearer", "token"
+        if scope["method"] not in ("GET", "HEAD", "OPTIONS", "DELETE"):
             kind = (headers.only("content-type") or "").split(";")[0].strip().lower()
             if kind != "application/json":
                 return 415, f"the body is {kind!r:.100}: send Content-Type: application/json", "content_type"
@@ -103,21 +105,32 @@ class Guard:
         return None
 
     def lets_in(self, scope: Scope) -> bool:
-        """True if a request has the token, or none is required."""
-        return self._has_token(_Headers(scope))
+        """True if a request has a key, or none is required."""
+        return self._key(_Headers(scope)) is not None
 
     def _is_open(self, path: str) -> bool:
         return path in _OPEN or path.startswith("/page/")
 
-    def _has_token(self, headers: _Headers) -> bool:
-        if not self._tokens:
-            return True
+    def _key(self, headers: _Headers) -> Key | None:
+        if not self._keys:
+            return NOBODY
         kind, _, credentials = (headers.only("authorization") or "").partition(" ")
-        given = credentials.strip().encode()
-        return any([hmac.compare_digest(given, token) for token in self._tokens]) and kind.lower() == "bearer"
+        return key_of(self._keys, credentials.strip()) if kind.lower() == "bearer" else None
 
     def _too_large(self) -> tuple[str, str]:
         return f"the body has more than {self._body_bytes:,} bytes: shorten it", "body_too_large"
+
+
+def check_may(state: Any, *roles: str) -> Key:
+    """Return the key of a request (`http.state`). Raises `RequestRefused` if it has none of the roles."""
+    key: Key = state.key
+    if not key.may(*roles):
+        raise RequestRefused(
+            f"key {key.name} has the role {', '.join(sorted(key.roles))}; this route is for {' or '.join(roles)}",
+            status=403,
+            code="role",
+        )
+    return key
 
 
 def _address_reached(scope: Scope) -> str | None:

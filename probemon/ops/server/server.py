@@ -1,7 +1,7 @@
 """The server's socket, host names and signals.
 
 with open_socket("127.0.0.1", 8321) as sock:
-    app = make_app(served, limits, token="...", hosts=all_names("127.0.0.1", []))
+    app = make_app(served, limits, keys=[Key("...")], hosts=all_names("127.0.0.1", []))
     make_server(app, ready=lambda: print(address_of(sock))).run(sockets=[sock])
 """
 
@@ -108,7 +108,7 @@ def make_server(
     config = uvicorn.Config(
         app,
         lifespan="on",
-        log_level="warning",
+        log_config=None,
         access_log=False,  # requests are private
         server_header=False,
         date_header=False,

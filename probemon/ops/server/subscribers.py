@@ -1,7 +1,7 @@
 """Events of a server, kept for a while for subscribers that may be slow, leave and come back.
 
 Subscribers are positions in one ring, so slow ones cost nothing. One that falls too far behind gets a `gap`: how many
-events it lost.
+events it lost. A subscriber may be for the requests of one key.
 """
 
 from __future__ import annotations
@@ -10,11 +10,12 @@ import asyncio
 import json
 import secrets
 import threading
+import time
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Collection, Mapping
 from contextlib import suppress
 from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple
 
 from probemon.errors import RequestRefused
 from probemon.ops.server.limits import Limits
@@ -23,6 +24,15 @@ _RETRY_MILLISECONDS = 1000
 _PING_SECONDS = 15.0
 # Longer with many pages, since sending takes time from generation.
 _WAIT_SECONDS, _WAIT_SECONDS_BY_SQUARE, _MOST_WAIT_SECONDS = 0.004, 0.0002, 0.5
+
+
+class Event(NamedTuple):
+    """An event as it is sent, its request and that one's key; `at`: seconds of the monotonic clock."""
+
+    text: bytes
+    request: str
+    owner: str
+    at: float
 
 
 class EventRing:
@@ -34,7 +44,7 @@ class EventRing:
         self.n_lost = 0
         self._limits = limits
         self._lock = threading.Lock()  # guards the fields below
-        self._events: deque[bytes] = deque()
+        self._events: deque[Event] = deque()
         self._first_id, self._n_bytes = 1, 0
         self._loop: asyncio.AbstractEventLoop | None = None
         self._subscribers: list[Subscriber] = []
@@ -55,27 +65,30 @@ class EventRing:
         with self._lock:
             return sum(max(0, self._first_id - one.next_id) for one in self._subscribers)
 
-    def publish(self, kind: str, content: Mapping[str, Any] | str) -> None:
-        """Add an event; `content` may be JSON already."""
+    def publish(self, kind: str, content: Mapping[str, Any] | str, request: str = "", owner: str = "") -> None:
+        """Add an event of a request; `content` may be JSON already."""
         text = content if isinstance(content, str) else json.dumps(content, allow_nan=False)
         with self._lock:
             event = f"id: {self.last_id + 1}\nevent: {kind}\ndata: {text}\n\n".encode()
-            self._events.append(event)
+            self._events.append(Event(event, request, owner, time.monotonic()))
             self._n_bytes += len(event)
             while len(self._events) > self._limits.kept_events or (
                 self._n_bytes > self._limits.kept_events_bytes and len(self._events) > 1
             ):
-                self._n_bytes -= len(self._events.popleft())
-                self._first_id += 1
+                self._drop_oldest()
+            self._drop_read()
             if self._subscribers and not self._wake_is_due and self._loop is not None:
                 self._wake_is_due = True
                 wait = min(_MOST_WAIT_SECONDS, _WAIT_SECONDS + _WAIT_SECONDS_BY_SQUARE * len(self._subscribers) ** 2)
                 _call_in(self._loop, self._loop.call_later, wait, self._wake)
 
-    def subscribe(self, after: int | None, hello: Callable[[], Mapping[str, Any]]) -> Subscriber:
+    def subscribe(
+        self, after: int | None, hello: Callable[[], Mapping[str, Any]], reads: str | None = None
+    ) -> Subscriber:
         """Return a subscriber to the events after an id; None: new ones. Call it in the server's loop.
 
-        `hello()`: fields of the first event. Raises `RequestRefused` beyond the limit.
+        `hello()`: fields of the first event; `reads`: the key whose requests it gets; None: all. Raises
+        `RequestRefused` beyond the limit.
         """
         if len(self._subscribers) >= self._limits.subscribers:
             raise RequestRefused(
@@ -86,7 +99,8 @@ class EventRing:
         with self._lock:
             self._loop = asyncio.get_running_loop()
             newest = self.last_id
-            subscriber = Subscriber(self, newest + 1 if after is None or after > newest else after + 1, hello)
+            next_id = newest + 1 if after is None or after > newest else after + 1
+            subscriber = Subscriber(self, next_id, hello, reads)
             self._subscribers.append(subscriber)
         return subscriber
 
@@ -95,6 +109,7 @@ class EventRing:
         with self._lock:
             self._subscribers.remove(subscriber)
             self.n_lost += max(0, self._first_id - subscriber.next_id)
+            self._drop_read()
 
     def read(self, subscriber: Subscriber) -> bytes:
         """Return the new events, after a gap if some are lost."""
@@ -109,9 +124,31 @@ class EventRing:
                 self.n_lost += gap["n_dropped"]
                 chunks.append(f"id: {oldest - 1}\nevent: gap\ndata: {json.dumps(gap)}\n\n".encode())
                 subscriber.next_id = oldest
-            chunks += islice(self._events, subscriber.next_id - oldest, None)
+            reads = subscriber.reads
+            chunks += [
+                event.text
+                for event in islice(self._events, subscriber.next_id - oldest, None)
+                if reads is None or reads == event.owner
+            ]
             subscriber.next_id = self.last_id + 1
+            self._drop_read()
         return b"".join(chunks)
+
+    def forget_old(self) -> None:
+        """Drop events older than `kept_minutes`."""
+        if self._limits.kept_minutes:
+            oldest = time.monotonic() - 60 * self._limits.kept_minutes
+            with self._lock:
+                while self._events and self._events[0].at <= oldest:
+                    self._drop_oldest()
+
+    def delete(self, requests: Collection[str]) -> None:
+        """Empty the events of these requests; ids stay."""
+        with self._lock:
+            for at, event in enumerate(self._events):
+                if event.request in requests:
+                    self._n_bytes -= len(event.text)
+                    self._events[at] = event._replace(text=b"")
 
     def close(self) -> None:
         """End all streams, in the server's loop."""
@@ -119,6 +156,17 @@ class EventRing:
         self._wake()
 
     # -- inside ----------------------------------------------------------------------------------
+
+    def _drop_oldest(self) -> None:
+        self._n_bytes -= len(self._events.popleft().text)
+        self._first_id += 1
+
+    def _drop_read(self) -> None:
+        """Without records, drop what every subscriber has read."""
+        if not self._limits.kept_requests:
+            unread = min((one.next_id for one in self._subscribers), default=self.last_id + 1)
+            while self._events and self._first_id < unread:
+                self._drop_oldest()
 
     def _wake(self) -> None:
         with self._lock:
@@ -131,8 +179,10 @@ class EventRing:
 class Subscriber:
     """A position in the ring."""
 
-    def __init__(self, ring: EventRing, next_id: int, hello: Callable[[], Mapping[str, Any]]) -> None:
-        self.next_id, self.news = next_id, asyncio.Event()
+    def __init__(
+        self, ring: EventRing, next_id: int, hello: Callable[[], Mapping[str, Any]], reads: str | None
+    ) -> None:
+        self.next_id, self.news, self.reads = next_id, asyncio.Event(), reads
         self._ring, self._hello = ring, hello
 
     async def chunks(self) -> AsyncGenerator[bytes]:

@@ -24,6 +24,7 @@ from probemon.ops.server.answers import error_object
 from probemon.ops.server.connections import ABORT
 from probemon.ops.server.event_stream import EventStream
 from probemon.ops.server.guard import Guard, Receive, Scope, Send
+from probemon.ops.server.keys import Key
 from probemon.ops.server.limits import Limits
 from probemon.ops.server.subscribers import EventRing
 from probemon.ops.server.token_objects import Told, about_pack
@@ -63,7 +64,9 @@ class Routes:
         routes = _Routes(served)
         self._app, self._ready, self._client = app, served.ready, served.client
         self._replies = Replies(served.client, served.limits)
-        self._own = Guard(routes.app(), hosts=served.hosts, token=served.token, body_bytes=served.limits.body_bytes)
+        tokens = [served.token] if isinstance(served.token, str) else served.token or ()
+        keys = [Key(token) for token in tokens]
+        self._own = Guard(routes.app(), hosts=served.hosts, keys=keys, body_bytes=served.limits.body_bytes)
         self._stop = routes.stop
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -3,7 +3,8 @@
 import pytest
 
 from probemon.errors import ConfigError
-from probemon.ops.cli.api_keys import api_key_of
+from probemon.ops.cli.api_keys import api_key_of, api_keys_of
+from probemon.ops.server.keys import Key
 
 KEY = "a-key-of-16-or-more"
 
@@ -21,8 +22,16 @@ def test_key_is_the_one_that_is_given_else_a_new_one_each_time(tmp_path):
 def test_what_a_header_cannot_hold_is_refused(tmp_path, key):
     (tmp_path / "key").write_text(key)
     for given in ((key, None), ("", tmp_path / "key")):
-        with pytest.raises(ConfigError, match="the API key has"):
+        with pytest.raises(ConfigError, match=r"the API key has|key, line [13]: "):
             api_key_of(*given, no_token=False)
+
+
+def test_file_of_keys_with_roles_is_for_a_server_that_has_roles(tmp_path):
+    file = tmp_path / "keys"
+    file.write_text(f"alice {KEY} ask\n")
+    assert api_keys_of("", file, no_token=False) == ((Key(KEY, "alice", frozenset({"ask"})),), False)
+    with pytest.raises(ConfigError, match="has keys with roles"):
+        api_key_of("", file, no_token=False)
 
 
 def test_two_keys_or_no_file_are_refused(tmp_path):

@@ -79,6 +79,7 @@ def demo(tmp_path_factory):
     """`probemon serve demo` in a process of its own: its address, its token, the process, its deployment file."""
     path = written(tmp_path_factory.mktemp("served") / "watch.json", [])
     arguments = ["--deployment", str(path), "--port", "0", "--threads", "1"]
+    arguments += ["--log-level", "info", "--log-format", "json"]
     process = subprocess.Popen(
         [sys.executable, "-m", "probemon.cli", "serve", "demo", *arguments],
         stdout=subprocess.PIPE,
@@ -149,4 +150,10 @@ def test_sigterm_ends_the_server_without_a_traceback(demo):
     _, _, process, _ = demo
     process.send_signal(signal.SIGTERM)
     out, error = process.communicate(timeout=30)
-    assert process.returncode == 128 + signal.SIGTERM and out == "" and error == ""
+    assert process.returncode == 128 + signal.SIGTERM and out == ""
+    lines = [json.loads(line) for line in error.splitlines()]
+    assert {line["level"] for line in lines} == {"info"} and not any("traceback" in line for line in lines)
+    answers = [line for line in lines if line["logger"] == "probemon" and "request" in line]
+    assert [line["outcome"] for line in answers] == ["answered", "answered"]
+    assert all(line["request"].startswith("chatcmpl-") and line["seconds"] > 0 for line in answers)
+    assert "whale" not in error and KEY not in error

@@ -1,6 +1,7 @@
 """Requests without the right host, origin, token, content type or size are refused on every route."""
 
 import json
+import socket
 
 import pytest
 
@@ -15,7 +16,10 @@ ROUTES = [
     ("GET", "/v1/probemon/pack"),
     ("GET", "/v1/probemon/events"),
     ("GET", "/v1/probemon/requests"),
+    ("DELETE", "/v1/probemon/requests"),
     ("GET", "/v1/probemon/requests/x"),
+    ("DELETE", "/v1/probemon/requests/x"),
+    ("POST", "/v1/probemon/reload"),
     ("GET", "/metrics"),
     ("GET", "/nowhere"),
     ("DELETE", "/v1/models/tiny"),
@@ -115,6 +119,16 @@ def test_body_over_the_limit_is_refused_with_or_without_a_length(server):
 def test_no_file_outside_the_page_folder_is_served(server, name):
     answer = server.ask("GET", f"/page/{name}")
     assert answer.status == 404 and b"import" not in answer.content
+
+
+def test_bytes_that_are_no_request_get_the_error_object(server):
+    with socket.create_connection(("127.0.0.1", server.port), timeout=20) as connection:
+        connection.sendall(b"\x16\x03\x01 not HTTP\r\n\r\n")
+        answer = b""
+        while part := connection.recv(4096):
+            answer += part
+    head, _, body = answer.partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 400 ") and json.loads(body)["error"]["code"] == "invalid_http"
 
 
 def test_head_request_of_events_ends_and_takes_no_subscriber(server):

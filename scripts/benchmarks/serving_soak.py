@@ -1,14 +1,18 @@
-"""Run the server for ten minutes under clients and pages, and hold every answer against the same request alone.
+"""Run the server for an hour under clients and pages, end it again and again, and compare every answer.
 
-    python scripts/benchmarks/serving_soak.py --seconds 600 --out docs/benchmarks/serving_soak.json
+    python scripts/benchmarks/serving_soak.py --seconds 600 --kills 6 --kill-seconds 500
 
 `probemon serve demo` is started as a user starts it. Each kind of request is asked alone first. Then 16 clients ask
 them at random, streamed and not, and now and then leave in the middle; 50 pages are subscribed, of which 5 never read.
 At the end the server is told to end (SIGTERM) while it answers, and has to answer what it began.
 
-Bars: no answer differs; every event that a page did not get is counted in a gap; at most 20 MB of memory more than
-after a fifth of the time; what ran at SIGTERM is answered whole, and the exit status is that signal's. Ends with status
-1 where one is missed; the file is written all the same.
+Then it is started on one port, asked, and ended within answers, by SIGTERM with a drain limit that they exceed and by
+SIGKILL in turn; clients and a page come back each time.
+
+Bars: no answer differs, before and after an end; every event that a page did not get is counted in a gap; at most 20 MB
+of memory more than after a fifth of the first part; what ran at SIGTERM is answered whole, or told that it is cut once
+the limit is over, within 5 seconds of which the process is gone, without a traceback. Ends with status 1 where one is
+missed; the file is written all the same.
 """
 
 from __future__ import annotations
@@ -20,6 +24,7 @@ import random
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -58,10 +63,11 @@ def body_of(kind: dict[str, Any], *, stream: bool) -> tuple[str, dict[str, Any]]
 class Server:
     """`probemon serve demo`, and what clients do with it."""
 
-    def __init__(self) -> None:
-        command = [sys.executable, "-m", "probemon", "serve", "demo", "--port", "0", "--no-token", "--threads", "1"]
-        command += ["--drain-seconds", "120"]  # beside other work an answer takes long
-        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    def __init__(self, port: int = 0, drain_seconds: int = 120) -> None:  # beside other work an answer takes long
+        command = [sys.executable, "-m", "probemon", "serve", "demo", "--port", str(port), "--no-token"]
+        command += ["--threads", "1", "--drain-seconds", str(drain_seconds)]
+        self.errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 (open as long as the process)
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=self.errors, text=True)
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
         self.port = int(line.rsplit(":", 1)[1].strip().rstrip("/"))
@@ -76,6 +82,8 @@ class Server:
         try:
             connection.request("POST", path, json.dumps(body), {"Content-Type": "application/json"})
             answer = connection.getresponse()
+            if answer.status == 503:
+                raise Cut("503")
             if leave:
                 answer.read(1)
                 return None
@@ -106,6 +114,9 @@ def joined(content: bytes) -> list[Any]:
     if lines[-1] != "[DONE]":
         raise RuntimeError(f"the stream ended with {lines[-1]:.200}")
     choices: dict[int, dict[str, Any]] = {}
+    if any("error" in json.loads(line) for line in lines[:-1]):
+        reasons = [choice["finish_reason"] for line in lines[:-1] for choice in json.loads(line).get("choices", ())]
+        raise Cut("error") if "error" in reasons else RuntimeError("an error without a finish_reason")
     for line in lines[:-1]:
         for choice in json.loads(line)["choices"]:
             held = choices.setdefault(
@@ -120,26 +131,38 @@ def joined(content: bytes) -> list[Any]:
     return [choices[index] for index in sorted(choices)]
 
 
+class Cut(Exception):
+    """The server told that it has ended before the answer, as it should."""
+
+
 class Clients:
     """Ask at random until the time is up; every answer is compared."""
 
     def __init__(self, server: Server, alone: list[list[Any]]) -> None:
         self.server, self.alone = server, alone
-        self.n_equal = self.n_left = 0
+        self.n_equal = self.n_left = self.n_cut = self.n_unreachable = 0
         self.wrong: list[str] = []
+        self.killed = threading.Event()  # set: connections may break
+        self.ending = threading.Event()  # set: new ones may be refused
         self._lock = threading.Lock()
 
     def run(self, number: int, until: float) -> None:
         chance = random.Random(number)
-        while time.monotonic() < until:
+        while time.monotonic() < until and not self.ending.is_set():
             self.one(chance.randrange(len(KINDS)), chance.random() < 0.5, chance.random() < SHARE_LEAVING)
 
     def one(self, at: int, stream: bool, leave: bool = False) -> None:
         try:
             answer = self.server.ask(KINDS[at], stream=stream, leave=leave)
         except Exception as error:
+            refused = isinstance(error, ConnectionRefusedError)
             with self._lock:
-                self.wrong.append(f"kind {at}: {type(error).__name__}: {error}")
+                if isinstance(error, Cut) and self.ending.is_set():
+                    self.n_cut += 1
+                elif (refused and self.ending.is_set()) or self.killed.is_set():
+                    self.n_unreachable += 1
+                else:
+                    self.wrong.append(f"kind {at}: {type(error).__name__}: {error}")
             return
         with self._lock:
             if leave:
@@ -205,7 +228,57 @@ def drained(clients: Clients) -> dict[str, Any]:
     }
 
 
-def soak(seconds: float) -> dict[str, Any]:
+def killed(at: int, port: int, seconds: float, alone: list[list[Any]]) -> dict[str, Any]:
+    """Start a server, have clients ask it for a while, and end it within their answers: how that went."""
+    kind, drain_seconds = (signal.SIGTERM, 2) if at % 2 == 0 else (signal.SIGKILL, 120)
+    begin = time.monotonic()
+    server = Server(port, drain_seconds)
+    begun_seconds = time.monotonic() - begin
+    clients, page = Clients(server, alone), Page(server.port)
+    until = time.monotonic() + seconds
+    threads = [threading.Thread(target=clients.run, args=(100 * at + n, until + 600)) for n in range(N_CLIENTS)]
+    for thread in threads:
+        thread.start()
+    time.sleep(seconds)
+    n_before = clients.n_equal
+    (clients.ending if kind == signal.SIGTERM else clients.killed).set()
+    clients.ending.set()
+    told = time.monotonic()
+    server.process.send_signal(kind)
+    status = server.process.wait(300)
+    ended_seconds = time.monotonic() - told
+    for thread in threads:
+        thread.join()
+    page.thread.join(30)
+    server.errors.seek(0)
+    return {
+        "signal": kind.name,
+        "port": server.port,
+        "seconds_to_begin": round(begun_seconds, 2),
+        "seconds_to_end": round(ended_seconds, 2),
+        "drain_seconds": drain_seconds,
+        "status": status,
+        "answers_equal_to_alone": clients.n_equal,
+        "answered_after_the_signal": clients.n_equal - n_before,
+        "told_that_they_are_cut": clients.n_cut,
+        "unreachable": clients.n_unreachable,
+        "wrong": clients.wrong[:10],
+        "page_problem": page.problem,
+        "stderr": server.errors.read()[-2000:],
+    }
+
+
+def ended_well(one: dict[str, Any]) -> bool:
+    """True if nothing was wrong about an end."""
+    if one["wrong"] or one["page_problem"] or not one["answers_equal_to_alone"] or "Traceback" in one["stderr"]:
+        return False
+    if one["signal"] == "SIGKILL":
+        return one["status"] == -signal.SIGKILL
+    in_time = one["seconds_to_end"] <= one["drain_seconds"] + 5
+    return one["status"] == 128 + signal.SIGTERM and in_time and one["told_that_they_are_cut"] > 0
+
+
+def soak(seconds: float, n_kills: int, kill_seconds: float) -> dict[str, Any]:
     """Return what happened."""
     server = Server()
     alone = [answer for kind in KINDS if (answer := server.ask(kind, stream=False)) is not None]
@@ -229,6 +302,11 @@ def soak(seconds: float) -> dict[str, Any]:
         page.thread.join(30)
     for one in deaf:
         one.close()
+    kills, port = list[dict[str, Any]](), 0
+    for at in range(n_kills):
+        kills.append(killed(at, port, kill_seconds, alone))
+        port = kills[-1]["port"]
+        print(kills[-1], flush=True)
     problems = sorted({page.problem for page in pages if page.problem})
     last = {page.last_id for page in pages}
     return {
@@ -258,6 +336,7 @@ def soak(seconds: float) -> dict[str, Any]:
             ],
         },
         "sigterm": end,
+        "kills": kills,
     }
 
 
@@ -265,15 +344,18 @@ def main() -> None:
     """Soak the server and write what happened."""
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("--seconds", type=float, default=600)
+    parser.add_argument("--kills", type=int, default=6)
+    parser.add_argument("--kill-seconds", type=float, default=500, help="before each")
     parser.add_argument("--out", type=Path, default=Path("docs/benchmarks/serving_soak.json"))
     arguments = parser.parse_args()
-    found = soak(arguments.seconds)
+    found = soak(arguments.seconds, arguments.kills, arguments.kill_seconds)
     held = {
         "every answer is that of the request alone": not found["n_wrong"],
         "every event is read or counted": not found["pages"]["problems"] and not found["pages"]["not_accounted_for"],
         "memory is flat": found["resident_bytes"]["growth"] <= MOST_GROWTH_BYTES,
         "what ran at SIGTERM is answered": found["sigterm"]["answered"] == found["sigterm"]["asked"]
         and found["sigterm"]["status"] == 128 + signal.SIGTERM,
+        "every end ends, and tells those whom it cuts": all(ended_well(one) for one in found["kills"]),
     }
     content = {**about(), "claims": held, "most_growth_bytes": MOST_GROWTH_BYTES, **found}
     write_text_atomically(arguments.out, json.dumps(content, indent=1, ensure_ascii=False) + "\n")

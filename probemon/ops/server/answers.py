@@ -22,7 +22,7 @@ class Answers:
 
     def __init__(self, job: Job) -> None:
         request = job.prepared.request
-        self._job, self._chat, self._watched = job, request.kind == "chat", request.watch is not None
+        self._job, self._chat, self._watched = job, request.kind == "chat", request.probemon is not None
         self._include_usage = request.include_usage
         self._n_prompt_tokens = sum(len(ids) for ids in job.prepared.prompts)
         n_choices = len(job.prepared.prompts) * request.n

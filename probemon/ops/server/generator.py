@@ -44,7 +44,7 @@ class Job:
         self._ring, self._records = ring, records
         self._n_bytes = 0  # noted, not sent
         prompt_fields: dict[str, Any] = (
-            {"messages": list(request.messages)}
+            {"messages": list(request.said)}
             if request.kind == "chat"
             else {"prompt": request.prompts[0] if len(request.prompts) == 1 else list(request.prompts)}
         )

@@ -148,7 +148,7 @@ class Served:
                 status=404,
                 code="model_not_found",
             )
-        watch = request.watch or RequestedWatch()
+        watch = request.probemon or RequestedWatch()
         shown, rules = self._shown(watch), self._rules(watch)
         prompts = tuple(tuple(ids) for ids in self._encoded(request))
         param = "messages" if request.kind == "chat" else "prompt"
@@ -165,16 +165,16 @@ class Served:
             raise RequestRefused(
                 f"{self.name} has no chat template: ask /v1/completions for what follows a text", "messages"
             )
-        for at, message in enumerate(request.messages):
+        for at, message in enumerate(request.said):
             for name, value in message.items():
                 self._check_no_control(f"messages[{at}].{name}", value)
-        self._check_no_control("tools", request.tools)
+        self._check_no_control("tools", request.offered_tools)
         try:
             with self._encoding:  # a template may write today's date, which is right here
                 chat = render(
                     self.tokenizer,
-                    request.messages,
-                    tools=request.tools,
+                    request.said,
+                    tools=request.offered_tools,
                     add_generation_prompt=True,
                     options=request.template_options,
                 )
@@ -204,11 +204,12 @@ class Served:
     def _room(self, ids: Sequence[int], request: Request, param: str) -> int:
         if not ids:
             raise RequestRefused(f"{param} has no tokens: say something", param)
-        most = self.limits.max_tokens if request.max_tokens is None else request.max_tokens
+        wanted = request.wanted_tokens
+        most = min(self.limits.max_tokens if wanted is None else wanted, self.limits.max_tokens)
         if self.n_columns is None:
             return most
         room = self.n_columns - len(ids)
-        if room < 1 or (request.max_tokens is not None and room < request.max_tokens):
+        if room < 1 or (wanted is not None and room < most):
             raise RequestRefused(
                 f"{param} has {len(ids)} tokens and up to {most} are to follow: the model reads at most"
                 f" {self.n_columns} together, so shorten it or ask for fewer",

@@ -35,7 +35,7 @@ def refused(kind, body):
         ({"prompt": "a"}, "prompt"),
         ({"max_token": 3}, "max_token"),
         ({"max_tokens": 0}, "max_tokens"),
-        ({"max_tokens": 21}, "max_tokens"),
+        ({"max_tokens": 2**31}, "max_tokens"),
         ({"max_completion_tokens": 2.5}, "max_completion_tokens"),
         ({"max_tokens": 3, "max_completion_tokens": 4}, "max_tokens"),
         ({"n": 0}, "n"),
@@ -133,17 +133,17 @@ def test_valid_requests_are_parsed_into_their_settings():
     watch = {"concepts": ["a"], "rules": [{"concept": "b", "above": 0.5, "action": "stop"}], "hold": True}
     asked = {**CHAT, "max_completion_tokens": 7, "stop": "x", "user": "me", "metadata": {"a": "b"}, "probemon": watch}
     request = read_request("chat", json.dumps(asked).encode(), LIMITS)
-    assert request.max_tokens == 7 and request.stop == ("x",) and request.sampling == {} and request.seed is None
-    assert request.watch.concepts == ("a",) and request.watch.hold and request.watch.top_k == 3
-    [rule] = request.watch.rules
+    assert request.wanted_tokens == 7 and request.stop == ["x"] and request.sampling == {} and request.seed is None
+    assert request.probemon.concepts == ["a"] and request.probemon.hold and request.probemon.top_k == 3
+    [rule] = request.probemon.rules
     z = {"concept": "b", "above": 3, "aggregate": "z:last:64"}
-    [unusual] = read_request("chat", json.dumps({**CHAT, "probemon": {"rules": [z]}}).encode(), LIMITS).watch.rules
+    [unusual] = read_request("chat", json.dumps({**CHAT, "probemon": {"rules": [z]}}).encode(), LIMITS).probemon.rules
     assert (unusual.above, unusual.aggregate) == (3.0, "z:last:64")
     assert (rule.concept, rule.above, rule.for_tokens, rule.aggregate, rule.action) == ("b", 0.5, 1, None, "stop")
     parts = [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}]
     request = read_request("chat", json.dumps({**CHAT, "messages": parts, "temperature": 0}).encode(), LIMITS)
-    assert request.messages[0]["content"] == "ab" and request.sampling == {"do_sample": False}
+    assert request.said[0]["content"] == "ab" and request.sampling == {"do_sample": False}
     private = {"user": "alice@example.com", "metadata": {"ssn": "1"}, "safety_identifier": "a", "prompt_cache_key": "b"}
     kept = read_request("chat", json.dumps({**CHAT, **private, "seed": 3}).encode(), LIMITS).options
     assert kept == {"model": CHAT["model"], "seed": 3}
-    assert request.watch is None
+    assert request.probemon is None

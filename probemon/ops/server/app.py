@@ -36,12 +36,14 @@ from probemon.ops.server.limits import Limits
 from probemon.ops.server.metrics import ServerMetrics, process_metrics
 from probemon.ops.server.outbox import Outbox
 from probemon.ops.server.page_files import page_files
+from probemon.ops.server.parameters import route_remedy
 from probemon.ops.server.records import Records
 from probemon.ops.server.requests import read_request
 from probemon.ops.server.served import Served
 from probemon.ops.server.subscribers import EventRing
 from probemon.ops.server.token_objects import about_pack
 
+_CUT_TO = "probemon-max-tokens"  # header of an answer that may not be as long as it was asked for
 _SIGHT_SECONDS = 30.0  # how long a canary's result counts
 
 
@@ -119,12 +121,16 @@ class _Routes:
         prepared = await asyncio.to_thread(self._served.prepare, request)
         outbox = Outbox(self._limits.waiting_bytes, self._limits.stalled_seconds)
         job = self._generator.submit(prepared, outbox)
+        headers = {} if prepared.cut_to is None else {_CUT_TO: str(prepared.cut_to)}
         if request.stream:
-            return EventStream(_chunks(job), on_end=outbox.leave, stalled_seconds=self._limits.stalled_seconds)
+            seconds = self._limits.stalled_seconds
+            return EventStream(_chunks(job), on_end=outbox.leave, stalled_seconds=seconds, headers=headers)
         leaving = asyncio.ensure_future(wait_for_disconnect(http.receive))
         leaving.add_done_callback(lambda _: outbox.leave())
         try:
-            return await _whole(job)
+            answer = await _whole(job)
+            answer.headers.update(headers)
+            return answer
         finally:
             leaving.cancel()
 
@@ -246,5 +252,6 @@ async def _whole(job: Job) -> Response:
 async def _no_route(http: HttpRequest, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     code = "method_not_allowed" if error.status_code == 405 else "not_found"
-    content = error_object(f"{http.method} {http.url.path!r:.100}: {error.detail}", code=code)
+    remedy = route_remedy(http.url.path) if error.status_code == 404 else ""
+    content = error_object(f"{http.method} {http.url.path!r:.100}: {error.detail}{remedy}", code=code)
     return JSONResponse(content, status_code=error.status_code, headers=error.headers)

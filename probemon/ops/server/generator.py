@@ -86,7 +86,7 @@ class Job:
         for name, text in (("text", piece.text), ("reasoning", piece.reasoning)):
             if text:
                 self._records.add_text(self._record, choice, name, text)
-        n_bytes, self._n_bytes = self._n_bytes + len(piece.text) + len(piece.reasoning), 0
+        n_bytes, self._n_bytes = self._n_bytes + piece.n_characters, 0
         self.outbox.put(piece, n_bytes)
 
     def end(self, ending: Ending) -> None:

@@ -10,18 +10,39 @@ from pydantic_core.core_schema import CoreSchema, no_info_plain_validator_functi
 
 from probemon.errors import ConfigError, closest
 from probemon.monitor.rule_spec import FIELDS, RuleSpec
-from probemon.util.checks import check_text, shown
+from probemon.util.checks import check_text, is_number, shown
 
+_VLLM = "vLLM has this, watched: `probemon vllm serve`"
+# What to give instead, by parameter.
 REMEDIES = {
     "model": "give the name that /v1/models lists",
     "messages": "give a list of messages, each with a role and a content",
     "prompt": "give a text, a list of token ids, or a list of either",
+    "reasoning_effort": "if the chat template reads it, give it in chat_template_kwargs",
+    "verbosity": "say in a message how long the answer is to be",
+    "prediction": "leave it out: the answer is the same without it",
+    "functions": "give tools",
+    "function_call": "give tool_choice",
+    "prompt_logprobs": "ask /v1/completions with echo and logprobs",
+    **dict.fromkeys(("response_format", "structured_outputs", "guided_json", "guided_regex", "guided_choice"), _VLLM),
+    **dict.fromkeys(("tool_choice", "parallel_tool_calls", "modalities", "audio", "best_of"), _VLLM),
 }
+# By route of OpenAI's API or vLLM's.
+_OTHER_ROUTES = ("responses", "embeddings", "moderations", "audio", "images", "score", "rerank", "messages", "tokenize")
 MOST_COUNT = 2**31 - 1
 _NOT_IN_REQUESTS = ("on_blind", "rate", "alert_set")  # fields of a rule
 _RULE = tuple(name for name in FIELDS if name not in _NOT_IN_REQUESTS)
 _MOST_OF_A_NAME = 200  # characters
 _LEAST_TEMPERATURE = 1e-4
+
+
+def route_remedy(path: str) -> str:
+    """Return what to do about a route that this server does not have, or ""."""
+    name = path.removeprefix("/v1/").partition("/")[0]
+    if name not in _OTHER_ROUTES:
+        return ""
+    has = "no server of probemon moderates" if name == "moderations" else _VLLM
+    return f" ({has}; this one has /v1/chat/completions and /v1/completions)"
 
 
 def refused(reason: str, below: str = "") -> PydanticCustomError:
@@ -79,6 +100,17 @@ def _prompts(value: Any) -> list[str | list[int]]:
     raise refused(f"is {shown(value)}: {REMEDIES['prompt']}")
 
 
+def _bias(value: Any) -> dict[int, float]:
+    if not isinstance(value, dict):
+        raise refused(f"is {shown(value)}: give an object of token ids and biases")
+    for name, bias in value.items():
+        if not (name.isascii() and name.isdecimal() and int(name) <= MOST_COUNT):
+            raise refused(f"has {name!r:.60}: give token ids, as texts")
+        if not is_number(bias) or not -100 <= bias <= 100:
+            raise refused(f"has {shown(bias)} for {name}: give numbers from -100 to 100")
+    return {int(name): float(bias) for name, bias in value.items()}
+
+
 def _is_id(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= MOST_COUNT
 
@@ -134,6 +166,9 @@ def _rule(value: Any) -> RuleSpec:
 
 Name = Annotated[str, Field(min_length=1, max_length=_MOST_OF_A_NAME)]
 Count = Annotated[int, Field(ge=0, le=MOST_COUNT)]
+Penalty = Annotated[float, Field(ge=-2, le=2)]
+Biases = Annotated[dict[int, float], PlainValidator(_bias, json_schema_input_type=dict[str, float])]
+TokenIds = Annotated[list[Count], Field(max_length=1000)]
 RuleObject = Annotated[Any, PlainValidator(_rule), WithJsonSchema(RuleSpec.schema(without=_NOT_IN_REQUESTS))]
 Prompts = Annotated[
     list[str | list[int]],

@@ -31,12 +31,15 @@ from probemon.ops.server.limits import Limits
 from probemon.ops.server.parameters import (
     MOST_COUNT,
     REMEDIES,
+    Biases,
     Count,
     Name,
     Only,
+    Penalty,
     Prompts,
     RuleObject,
     Stops,
+    TokenIds,
     joined,
     most,
     not_nearly_0,
@@ -48,6 +51,7 @@ from probemon.util.strict_json import loads, no_constant
 _PRIVATE = ("messages", "prompt", "user", "metadata", "safety_identifier", "prompt_cache_key")
 _TOO_DEEP = "the body is nested too deeply to be read as JSON"
 _MOST_NESTED = 64
+_MOST_TOP = 20  # likeliest tokens, as OpenAI
 
 
 # -- bodies --------------------------------------------------------------------------------------
@@ -128,7 +132,12 @@ class Request(_Body):
     top_k: Count | None = Field(None, description="0: all")
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     repetition_penalty: Annotated[float, Field(gt=0, le=2)] | None = None
+    presence_penalty: Penalty = 0.0
+    frequency_penalty: Penalty = 0.0
+    logit_bias: Biases = {}
     min_tokens: Count = 0
+    stop_token_ids: TokenIds = []
+    ignore_eos: bool = False
     seed: Annotated[int, Field(ge=0, le=2**63 - 1)] | None = None
     probemon: RequestedWatch | None = Field(None, description="asks for the concepts of every token")
 
@@ -138,9 +147,6 @@ class Request(_Body):
     prompt_cache_key: Any = None
     store: Annotated[Any, Only(False)] = None
     service_tier: Annotated[Any, Only("auto", "default")] = None
-    presence_penalty: Annotated[Any, Only(0)] = None
-    frequency_penalty: Annotated[Any, Only(0)] = None
-    logit_bias: Annotated[Any, Only({})] = None
     response_format: Annotated[Any, Only({"type": "text"})] = None
 
     _options: Mapping[str, Any] = PrivateAttr(default_factory=dict)
@@ -176,6 +182,21 @@ class Request(_Body):
     def wanted_tokens(self) -> int | None:
         """How many tokens the answer may have; None for as many as allowed."""
         return self.max_tokens
+
+    @property
+    def n_top_logprobs(self) -> int | None:
+        """How many of the likeliest tokens are reported at each token; None for no log probabilities."""
+        return None
+
+    @property
+    def echoes(self) -> bool:
+        """True if the prompt is a part of the answer."""
+        return False
+
+    @property
+    def penalises(self) -> bool:
+        """True if logits are changed token by token."""
+        return bool(self.presence_penalty or self.frequency_penalty or self.logit_bias)
 
     @property
     def include_usage(self) -> bool:
@@ -219,18 +240,30 @@ class ChatRequest(Request):
     max_completion_tokens: Annotated[int, Field(ge=1, le=MOST_COUNT)] | None = None
     tools: Annotated[list[dict[str, Any]], most("messages")] = []
     chat_template_kwargs: dict[str, Any] = {}
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    logprobs: bool = False
+    top_logprobs: Annotated[int, Field(ge=0, le=_MOST_TOP)] | None = None
 
     tool_choice: Annotated[Any, Only("auto", "none")] = None
     parallel_tool_calls: Annotated[Any, Only(True)] = None
     modalities: Annotated[Any, Only(["text"])] = None
-    logprobs: Annotated[Any, Only(False)] = None
-    top_logprobs: Annotated[Any, Only(0)] = None
 
     @model_validator(mode="after")
-    def _has_one_length(self) -> Self:
+    def _fits_together(self) -> Self:
         old, new = self.max_tokens, self.max_completion_tokens
         if old is not None and new is not None and old != new:
             raise refused(f"is {old} and max_completion_tokens {new}: give one of them", ".max_tokens")
+        if self.top_logprobs is not None and not self.logprobs:
+            raise refused("needs logprobs: give logprobs=true too, or leave it out", ".top_logprobs")
+        if self.continue_final_message:
+            last = self.messages[-1]
+            if self.add_generation_prompt:
+                raise refused("needs add_generation_prompt=false", ".continue_final_message")
+            if last.role != "assistant" or not last.content or (last.model_extra or {}).get("tool_calls"):
+                raise refused(
+                    "is to be continued: give a text of the assistant", f".messages[{len(self.messages) - 1}]"
+                )
         return self
 
     @property
@@ -253,6 +286,11 @@ class ChatRequest(Request):
         """How many tokens the answer may have; None for as many as allowed."""
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
+    @property
+    def n_top_logprobs(self) -> int | None:
+        """How many of the likeliest tokens are reported at each token; None for no log probabilities."""
+        return self.top_logprobs or 0 if self.logprobs else None
+
 
 class CompletionRequest(Request):
     """The body of /v1/completions."""
@@ -260,25 +298,38 @@ class CompletionRequest(Request):
     kind = "completion"
 
     prompt: Prompts
+    max_tokens: Annotated[int, Field(ge=0, le=MOST_COUNT)] | None = Field(None, description="0: only with echo")
+    echo: bool = False
+    logprobs: Annotated[int, Field(ge=0, le=_MOST_TOP)] | None = None
 
     best_of: Annotated[Any, Only(1)] = None
-    echo: Annotated[Any, Only(False)] = None
     suffix: Annotated[Any, Only("")] = None
-    logprobs: Annotated[Any, Only(None)] = None
 
     @model_validator(mode="after")
-    def _has_few_choices(self, info: ValidationInfo) -> Self:
+    def _fits_together(self, info: ValidationInfo) -> Self:
         if info.context is not None and len(self.prompt) * self.n > info.context.choices:
             raise refused(
                 f"is {self.n}, of {len(self.prompt)} prompts: at most {info.context.choices} answers a request",
                 ".n",
             )
+        if self.max_tokens == 0 and not self.echo:
+            raise refused("is 0: give 1 or more, or echo=true for the prompt alone", ".max_tokens")
         return self
 
     @property
     def prompts(self) -> tuple[str | tuple[int, ...], ...]:
         """Its prompts."""
         return tuple(one if isinstance(one, str) else tuple(one) for one in self.prompt)
+
+    @property
+    def n_top_logprobs(self) -> int | None:
+        """How many of the likeliest tokens are reported at each token; None for no log probabilities."""
+        return self.logprobs
+
+    @property
+    def echoes(self) -> bool:
+        """True if the prompt is a part of the answer."""
+        return self.echo
 
 
 BODIES: Mapping[str, type[Request]] = {"chat": ChatRequest, "completion": CompletionRequest}
@@ -345,12 +396,13 @@ def _refusal(error: ErrorDetails, place: tuple[int | str, ...], model: type[_Bod
         inside, names = place[0], [*owners.get(place[0] if len(place) > 1 else "", model).model_fields]
         where = "here" if len(place) == 1 else f"in {inside}"
         has = "" if len(place) == 1 else f": it has {', '.join(names)}"
-        return RequestRefused(f"there is no parameter {name!r:.60} {where}{closest(name, names)}{has}", param)
+        remedy = f": {REMEDIES[name]}" if name in REMEDIES and len(place) == 1 else closest(name, names) + has
+        return RequestRefused(f"there is no parameter {name!r:.60} {where}{remedy}", param)
+    remedy = f" ({REMEDIES[name]})" if name in REMEDIES and len(place) == 1 else ""
     if kind == "refused":
-        return RequestRefused(f"{param} {details['reason']}", param)
+        return RequestRefused(f"{param} {details['reason']}{remedy}", param)
     if kind == "missing":
         return RequestRefused(f"{param} is missing: {REMEDIES.get(name, 'give it')}", param)
     said = re.sub(r"^(Input|List|String|Dictionary) should", "it should", error["msg"]).replace(" after validation", "")
     said = "give an object" if kind in ("model_type", "dict_type") else said
-    remedy = f" ({REMEDIES[name]})" if name in REMEDIES else ""
     return RequestRefused(f"{param or 'the body'} is {shown(value)}: {said}{remedy}", param or None)

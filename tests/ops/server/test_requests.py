@@ -1,6 +1,7 @@
 """A request body that asks for something unsupported is refused with the name of the parameter."""
 
 import json
+import re
 
 import pytest
 
@@ -50,9 +51,19 @@ def refused(kind, body):
         ({"stop": 3}, "stop"),
         ({"stream": "yes"}, "stream"),
         ({"stream_options": {"include_usage": True}}, "stream_options"),
-        ({"logprobs": True}, "logprobs"),
-        ({"logit_bias": {"3": 1}}, "logit_bias"),
-        ({"presence_penalty": 0.5}, "presence_penalty"),
+        ({"logprobs": 1}, "logprobs"),
+        ({"top_logprobs": 3}, "top_logprobs"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+        ({"logit_bias": [3]}, "logit_bias"),
+        ({"logit_bias": {"a": 1}}, "logit_bias"),
+        ({"logit_bias": {"3": 101}}, "logit_bias"),
+        ({"logit_bias": {"3": True}}, "logit_bias"),
+        ({"presence_penalty": 2.5}, "presence_penalty"),
+        ({"frequency_penalty": True}, "frequency_penalty"),
+        ({"stop_token_ids": ["a"]}, "stop_token_ids[0]"),
+        ({"ignore_eos": 1}, "ignore_eos"),
+        ({"store": 0}, "store"),
+        ({"echo": True}, "echo"),
         ({"response_format": {"type": "json_object"}}, "response_format"),
         ({"tools": "none"}, "tools"),
         ({"tools": ["look"]}, "tools[0]"),
@@ -99,15 +110,41 @@ def test_refusal_of_a_chat_names_its_parameter(changes, param):
         ({"prompt": [-1]}, "prompt"),
         ({"prompt": ["a", "b", "c"], "n": 2}, "n"),
         ({"messages": []}, "messages"),
-        ({"echo": True}, "echo"),
+        ({"echo": 1}, "echo"),
         ({"best_of": 2}, "best_of"),
         ({"suffix": "x"}, "suffix"),
-        ({"logprobs": 5}, "logprobs"),
-        ({"logprobs": 0}, "logprobs"),
+        ({"logprobs": 21}, "logprobs"),
+        ({"logprobs": True}, "logprobs"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"continue_final_message": True}, "continue_final_message"),
     ],
 )
 def test_refusal_of_a_completion_names_its_parameter(changes, param):
     assert refused("completion", {**TEXT, **changes}).param == param
+
+
+@pytest.mark.parametrize(
+    "changes, remedy",
+    [
+        ({"response_format": {"type": "json_schema", "json_schema": {}}}, "`probemon vllm serve`"),
+        ({"guided_json": {}}, "`probemon vllm serve`"),
+        ({"tool_choice": "required"}, "'auto' or 'none' .*`probemon vllm serve`"),
+        ({"tool_choice": {"type": "function", "function": {"name": "look"}}}, "`probemon vllm serve`"),
+        ({"parallel_tool_calls": False}, "`probemon vllm serve`"),
+        ({"reasoning_effort": "low"}, "chat_template_kwargs"),
+        ({"verbosity": "low"}, "say in a message"),
+        ({"prediction": {"type": "content", "content": "a"}}, "leave it out"),
+        ({"functions": []}, "give tools"),
+        ({"function_call": "auto"}, "give tool_choice"),
+        ({"temperatur": 1}, "did you mean 'temperature'"),
+        ({"n": 5}, "at most 4"),
+        ({"messages": []}, "give a list of messages"),
+        ({"model": 3}, "/v1/models"),
+        ({"probemon": {"hold": "yes", "concepts": ["a"]}}, "it should be a valid boolean"),
+    ],
+)
+def test_refusals_say_what_to_do(changes, remedy):
+    assert re.search(remedy, str(refused("chat", {**CHAT, **changes})))
 
 
 @pytest.mark.parametrize(

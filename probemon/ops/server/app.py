@@ -34,6 +34,7 @@ from probemon.ops.server.generator import Failure, Generator, Job
 from probemon.ops.server.guard import Guard
 from probemon.ops.server.limits import Limits
 from probemon.ops.server.metrics import ServerMetrics, process_metrics
+from probemon.ops.server.openapi import openapi
 from probemon.ops.server.outbox import Outbox
 from probemon.ops.server.page_files import page_files
 from probemon.ops.server.parameters import route_remedy
@@ -83,6 +84,7 @@ class _Routes:
                 Route("/healthz", self._healthy),
                 Route("/readyz", self._ready),
                 Route("/metrics", self._show_metrics),
+                Route("/openapi.json", self._describe),
                 Route("/", self._file),
                 Route("/page/{name}", self._file),
             ],
@@ -216,6 +218,9 @@ class _Routes:
             raise RequestRefused(missing, status=501, code="missing_extra")
         body, content_type = self._metrics.text(http.headers.get("accept", ""))
         return Response(body, headers={"content-type": content_type})
+
+    async def _describe(self, http: HttpRequest) -> Response:
+        return JSONResponse(openapi())
 
     def _refused(self, http: HttpRequest, error: Exception) -> Response:
         assert isinstance(error, RequestRefused)

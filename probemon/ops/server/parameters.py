@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 from pydantic import AfterValidator, Field, PlainValidator, ValidationInfo, WithJsonSchema
 from pydantic_core import PydanticCustomError
@@ -170,8 +170,10 @@ Penalty = Annotated[float, Field(ge=-2, le=2)]
 Biases = Annotated[dict[int, float], PlainValidator(_bias, json_schema_input_type=dict[str, float])]
 TokenIds = Annotated[list[Count], Field(max_length=1000)]
 RuleObject = Annotated[Any, PlainValidator(_rule), WithJsonSchema(RuleSpec.schema(without=_NOT_IN_REQUESTS))]
+_T = TypeVar("_T")
+_Some = Annotated[list[_T], Field(min_length=1)]
 Prompts = Annotated[
     list[str | list[int]],
-    PlainValidator(_prompts, json_schema_input_type=str | list[str] | list[int] | list[list[int]]),
+    PlainValidator(_prompts, json_schema_input_type=str | _Some[str] | _Some[Count] | _Some[_Some[Count]]),
 ]
 Stops = Annotated[list[str], PlainValidator(_stops, json_schema_input_type=str | list[Name]), most("stops")]

@@ -101,8 +101,10 @@ REFUSED = {
     r"messages\[2\], with the role 'tool': Conversation roles must alternate": dict.fromkeys(
         ("cohere", "gemma", "gemma3"), TOOLS
     ),
-    # It leaves the call out, and then takes no answer to it.
-    r"leaves out tool_calls of messages\[1\]|messages\[[34]\].*: Conversation roles must alternate": {"cohere2": TOOLS},
+    # It leaves the call out, and then takes no answer to it; a last message that is continued has its own order.
+    r"leaves out tool_calls of messages\[1\]|messages\[[234]\].*: Conversation roles must alternate": {
+        "cohere2": TOOLS
+    },
     r"messages\[2\], with the role 'tool': Only user and assistant roles are supported": {"llava_next": TOOLS},
     r"messages\[0\], with the role '(system|developer)': System role not supported": {"gemma": ("system", "developer")},
     r"messages\[1\].*: This model only supports single tool-calls": {"llama3_1": ("two",), "llama3_2": ("two",)},
@@ -176,7 +178,7 @@ class Doors:
         return chat, tokens.ids.tolist()
 
 
-def ways(tokenizer, chat, prompting):
+def ways(tokenizer, chat, prompting, continued=False):
     """The texts of a chat in every way of giving it, by the way; the clock is as it is."""
     has_calls, empty, developer = (
         any(map(has, chat))
@@ -197,7 +199,9 @@ def ways(tokenizer, chat, prompting):
             if as_system and message["role"] == "developer":
                 message["role"] = "system"
         try:
-            text = tokenizer.apply_chat_template(given, tokenize=False, add_generation_prompt=prompting)
+            text = tokenizer.apply_chat_template(
+                given, tokenize=False, add_generation_prompt=prompting, continue_final_message=continued
+            )
         except Exception:  # a template does not take every way
             continue
         yield way, text, tokenizer(text, add_special_tokens=False).input_ids
@@ -262,6 +266,24 @@ def test_every_reader_reads_a_chat_alike_or_refuses_it_by_name(template, doors, 
             check_said(text, read)
             assert list(ids).count(tokenizer.bos_token_id) <= 1
             assert reader not in FILES or "2031" not in text
+
+
+@pytest.mark.parametrize("template", TEMPLATES)
+@pytest.mark.parametrize("name", ["plain", "system", "turns", "two", "unicode"])
+def test_server_continues_the_last_message_of_every_template(template, name, doors, tokenizer, monkeypatch):
+    monkeypatch.setattr(tokenizer, "chat_template", TEMPLATES[template])
+    set_clock(monkeypatch, TODAY)
+    served, chat = doors.read["server"].__self__._served, CHATS[name]
+    more = {"add_generation_prompt": False, "continue_final_message": True}
+    request = read_request("chat", json.dumps({"model": served.name, "messages": chat, **more}).encode(), Limits())
+    if reason := REASONS.get((template, name)):
+        with pytest.raises(RequestRefused, match=reason):
+            served.prepare(request)
+        return
+    ids = list(served.prepare(request).prompts[0])
+    texts = [text for _, text, own in ways(tokenizer, chat, False, continued=True) if own == ids]
+    assert texts and texts[0].endswith(chat[-1]["content"])
+    check_said(texts[0], chat)
 
 
 @pytest.mark.parametrize("text", ["<bos>What lives in the sea?", "What lives in the sea?"])

@@ -79,17 +79,19 @@ def render(
     *,
     tools: Sequence[Any] | None = None,
     add_generation_prompt: bool = False,
+    continue_final_message: bool = False,
     date: str | None = None,
     options: Mapping[str, Any] | None = None,
 ) -> Chat:
     """Return a chat as the tokenizer's template writes it. Raises `ChatRefused`.
 
     - `messages`, `tools`: in OpenAI's form
+    - `continue_final_message`: ends with the last message's content, for the model to go on with
     - `date`: the template's date, YYYY-MM-DD; None for today
     - `options`: other variables of the template, such as {"enable_thinking": False}; those it never reads are refused
     """
     day = None if date is None else parse_date(date)
-    template = _Template(tokenizer, list(tools) if tools else None, day, options or {})
+    template = _Template(tokenizer, list(tools) if tools else None, day, options or {}, continue_final_message)
     if options:
         check_options(options, template.source, template.taken)
     chat, refusals, texts = normalised(messages), list[ChatRefused](), set[str]()
@@ -131,6 +133,7 @@ class _Template:
     tools: list[Any] | None
     day: Day | None
     options: Mapping[str, Any]
+    continues: bool = False  # the last message
 
     @cached_property
     def source(self) -> str:
@@ -167,6 +170,8 @@ class _Template:
     ) -> Any:
         if self.tools is not None and with_tools:
             arguments["tools"] = self.tools
+        if self.continues and not prompting:
+            arguments["continue_final_message"] = True
         if day is not None and may_read_date(self.source):
             arguments |= {"chat_template": with_stated_date(self.source), **date_parts(day)}
         return self.tokenizer.apply_chat_template(

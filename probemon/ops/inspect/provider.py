@@ -147,7 +147,7 @@ class WatchedModel(ModelAPI):
         from probemon.ops.server.served import shown_probes
 
         manager = self._served.manager
-        mask = shown_probes(manager, RequestedWatch(concepts=tuple(concepts)))
+        mask = shown_probes(manager, RequestedWatch(concepts=list(concepts)))
         assert mask is not None
         return frozenset(manager.pack.concepts[probe]["id"] for probe in mask.nonzero()[0].tolist())
 
@@ -215,7 +215,7 @@ class WatchedModel(ModelAPI):
     def _choice(
         self, request: Request, listener: _Gathered, ending: Ending, at_length: StopReason
     ) -> ChatCompletionChoice:
-        pack, watch = self._served.manager.pack, request.watch
+        pack, watch = self._served.manager.pack, request.probemon
         told = {
             "tokens": listener.tokens,
             "events": listener.events,

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from transformers import LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
+from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 
 from probemon.core.scores import GENERATED, PHASES, PROMPT, Scores
 from probemon.errors import ArenaFull, ConfigError, RequestRefused, UnknownConcept
@@ -24,20 +24,38 @@ from probemon.ops.judges.escalation import Escalate
 from probemon.ops.server.answer_text import AnswerText
 from probemon.ops.server.draws import Draws
 from probemon.ops.server.held import Held, Takes
+from probemon.ops.server.logprobs import Logprobs, TokenLogprob, ToldLogprob, told
+from probemon.ops.server.penalties import Penalties
 from probemon.ops.server.served import Prepared, Served
 from probemon.ops.server.token_objects import Told
 from probemon.tracking.align import PlacedTokens
+from probemon.util.token_texts import TokenTexts
+
+_NO_TOKEN = 2**31 - 1  # an id that nothing ends at
 
 
 @dataclass(frozen=True)
 class Piece:
-    """New texts, tokens with scores, and events of an answer."""
+    """New texts, tokens with scores, and events of an answer.
+
+    - `prompt`: the text of the prompt, if it is a part of the answer; before its other texts
+    - `logprobs`, `prompt_logprobs`: of the tokens of its texts, and of the prompt
+    """
 
     choice: int
     text: str
     reasoning: str
     tokens: list[dict[str, Any]]
     events: list[dict[str, Any]]
+    prompt: str = ""
+    logprobs: Sequence[ToldLogprob] = ()
+    prompt_logprobs: Sequence[ToldLogprob] = ()
+
+    @property
+    def n_characters(self) -> int:
+        """Its approximate size."""
+        n_values = sum(1 + len(one.top) for one in (*self.logprobs, *self.prompt_logprobs))
+        return len(self.text) + len(self.reasoning) + len(self.prompt) + 64 * n_values
 
 
 @dataclass(frozen=True)
@@ -117,7 +135,14 @@ class Answering(StoppingCriteria):
         self._run: Any = None
         self._newer: Held | None = None  # a reloaded deployment
         self._holding, self._owned = threading.Lock(), list[tuple[Rule, Rule]]()
-        self._draws = Draws(seed, served.model.device) if served.draws(prepared.request) else None
+        request = prepared.request
+        self._draws = Draws(seed, served.model.device) if served.draws(request) else None
+        self._ends = served.ends_of(request)
+        self._echoes = request.echoes  # until the prompt is sent
+        n_top = request.n_top_logprobs
+        self._logprobs = None if n_top is None else Logprobs(ids, n_top, prompt=self._echoes)
+        self._untold: deque[TokenLogprob] = deque()  # their texts may still be cut
+        self._n_told = 0
 
     def run(self) -> Ending:
         """Generate the answer. Raises `RequestRefused` if a reloaded deployment conflicts with the request's rules."""
@@ -125,6 +150,7 @@ class Answering(StoppingCriteria):
         ids = torch.tensor([list(self._ids)], device=served.model.device)
         with (
             closing(self._draws) if self._draws is not None else nullcontext(),
+            self._logprobs.following(served.model) if self._logprobs is not None else nullcontext(),
             served.holding.answering(self) as held,
             served.manager.attach(
                 served.model,
@@ -151,13 +177,14 @@ class Answering(StoppingCriteria):
             out = served.model.generate(
                 input_ids=ids,
                 attention_mask=torch.ones_like(ids),
-                max_new_tokens=self._max_tokens + self._hold,
+                max_new_tokens=max(self._max_tokens + self._hold, 1),
                 num_beams=1,
                 num_return_sequences=1,
-                logits_processor=LogitsProcessorList([] if self._draws is None else [self._draws]),
+                logits_processor=LogitsProcessorList(self._processors()),
                 stopping_criteria=StoppingCriteriaList([self]),
                 **served.padding,
                 **request.sampling,
+                **self._more_options(),
             )
         return self._end(run.result(out))
 
@@ -165,16 +192,37 @@ class Answering(StoppingCriteria):
         """Return whether the sampled token was the last."""
         if self._draws is not None:
             self._draws.end_step()
-        # A complete answer ran one step more, to score its last token.
-        ends = self._complete or (self._take(int(input_ids[0, -1])) and not self._hold)
+        # A complete answer ran one step more, to score its last token. With max_tokens 0, the prompt is the answer.
+        ends = not self._max_tokens or self._complete or (self._take(int(input_ids[0, -1])) and not self._hold)
         self._flush()
         return torch.full((len(input_ids),), ends or self._listener.cancelled, device=input_ids.device)
 
     # -- inside ----------------------------------------------------------------------------------
 
+    def _processors(self) -> list[LogitsProcessor]:
+        """Return what changes logits; `Draws` is last, because it holds a lock."""
+        request, processors = self._prepared.request, list[LogitsProcessor]()
+        if request.penalises:
+            presence, frequency = request.presence_penalty, request.frequency_penalty
+            processors.append(
+                Penalties(len(self._ids), presence=presence, frequency=frequency, bias=request.logit_bias)
+            )
+        return processors if self._draws is None else [*processors, self._draws]
+
+    def _more_options(self) -> dict[str, Any]:
+        """Return options of `generate` that most requests do not need."""
+        request, options = self._prepared.request, dict[str, Any]()
+        if request.stop_token_ids or request.ignore_eos:
+            options["eos_token_id"] = sorted(self._ends) or [_NO_TOKEN]
+        if self._logprobs is not None and self._echoes and self._served.keeps_logits:
+            options["logits_to_keep"] = 0  # all
+        return options
+
     def _take(self, token_id: int) -> bool:
         self._answer_ids.append(token_id)
         self._text.add(token_id)
+        if self._logprobs is not None:
+            self._untold.append(self._logprobs.take(token_id))
         self._complete = self._text.met_stop or len(self._answer_ids) == self._max_tokens
         if self._complete:  # so that the last token gets the rest of a split character
             self._text.end()
@@ -308,10 +356,38 @@ class Answering(StoppingCriteria):
 
     def _flush(self) -> None:
         self._note()
-        texts, tokens, events = self._text.take(), self._tokens, self._events
-        if any(texts) or tokens or events:
+        texts, tokens, events, logprobs = self._text.take(), self._tokens, self._events, self._settled_logprobs()
+        if any(texts) or tokens or events or logprobs or self._echoes:
             self._tokens, self._events, self._n_noted = [], [], [0, 0]
-            self._listener.send(Piece(self._choice, texts.reply, texts.reasoning, tokens, events))
+            prompt, of_prompt = self._echo()
+            piece = Piece(self._choice, texts.reply, texts.reasoning, tokens, events, prompt, logprobs, of_prompt)
+            self._listener.send(piece)
+
+    def _echo(self) -> tuple[str, list[ToldLogprob]]:
+        """Return the text of the prompt with its log probabilities, once."""
+        if not self._echoes:
+            return "", []
+        self._echoes = False
+        pieces, text, starts = TokenTexts(self._served.decode), "", list[int]()
+        for token_id in self._ids:
+            starts.append(len(text))
+            text += pieces.add(token_id)
+        of_prompt = [] if self._logprobs is None else self._logprobs.of_prompt
+        return text + pieces.finish(), [
+            told(one, start, self._served.told_token) for one, start in zip(of_prompt, starts, strict=False)
+        ]
+
+    def _settled_logprobs(self) -> list[ToldLogprob]:
+        """Return log probabilities whose texts are sent: an answer that is held may still lose tokens."""
+        n_shown = self._text.n_allowed if self._hold else len(self._answer_ids)
+        if self._hidden_from is not None:
+            n_shown = min(n_shown, self._hidden_from)
+        found = list[ToldLogprob]()
+        while self._untold and self._n_told < n_shown and self._text.is_settled(self._n_told):
+            start, _ = self._text.span(self._n_told)
+            found.append(told(self._untold.popleft(), start, self._served.told_token))
+            self._n_told += 1
+        return found
 
     def _end(self, result: Result) -> Ending:
         self._text.end()
@@ -322,9 +398,9 @@ class Answering(StoppingCriteria):
         if self._hidden_from is None:
             unseen = bool(result.coverage.unseen[last])
             # The last token may be an end token with text, or the one at which max_time was up.
-            n_withheld = int(unseen and self._hold and self._text.token_text(n - 1) != "")
+            n_withheld = int(bool(n) and unseen and self._hold and self._text.token_text(n - 1) != "")
             self._text.allow(n - n_withheld)
-            if unseen and not n_withheld:
+            if n and unseen and not n_withheld:
                 self._unsettled.append((result.scores, last, n - 1))
         self._flush()
         shown = self._text.shown
@@ -352,7 +428,7 @@ class Answering(StoppingCriteria):
     def _finish_reason(self) -> str:
         if self._stopped_by is not None or self._hidden_from is not None:
             return "content_filter"
-        if self._text.met_stop or self._answer_ids[-1] in self._served.end_ids:
+        if self._text.met_stop or (self._answer_ids and self._answer_ids[-1] in self._ends):
             return "stop"
         # Not cancelled: ended by the model's settings (max_time).
         return "length" if self._complete or not self._listener.cancelled else "cancelled"

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import Any
 
 from probemon.ops.server.answering import Ending, Piece
 from probemon.ops.server.generator import Failure, Job
+from probemon.ops.server.logprobs import ToldLogprob, completion_logprobs
 
 DONE = b"data: [DONE]\n\n"
 _OBJECTS = {
@@ -22,7 +24,7 @@ class Answers:
 
     def __init__(self, job: Job) -> None:
         request = job.prepared.request
-        self._job, self._chat, self._watched = job, request.kind == "chat", request.watch is not None
+        self._job, self._chat, self._watched = job, request.kind == "chat", request.probemon is not None
         self._include_usage = request.include_usage
         self._n_prompt_tokens = sum(len(ids) for ids in job.prepared.prompts)
         n_choices = len(job.prepared.prompts) * request.n
@@ -30,6 +32,9 @@ class Answers:
         self._begun = [False] * n_choices
         self._tokens: list[list[Any]] = [[] for _ in range(n_choices)]
         self._events: list[list[Any]] = [[] for _ in range(n_choices)]
+        self._prompts = [""] * n_choices  # texts before those of the answers, with `echo`
+        self._gives_logprobs = request.n_top_logprobs is not None
+        self._logprobs: list[list[tuple[ToldLogprob, int]]] = [[] for _ in range(n_choices)]
 
     # -- a stream --------------------------------------------------------------------------------
 
@@ -39,10 +44,11 @@ class Answers:
             self._endings[told.choice] = told
             extra_fields = {"probemon_summary": told.summary} if self._watched else {}
             return self._chunk(told.choice, extra_fields, told.finish_reason)
-        extra_fields = {"probemon": {"tokens": told.tokens, "events": told.events}} if self._watched else {}
-        texts = {"reasoning_content": told.reasoning, "content": told.text}
+        logprobs = self._read(told)
+        extra_fields = {"probemon": {"tokens": self._moved(told), "events": told.events}} if self._watched else {}
+        texts = {"reasoning_content": told.reasoning, "content": told.prompt + told.text}
         delta = {name: text for name, text in texts.items() if text} | extra_fields
-        return self._chunk(told.choice, delta, None) if delta else b""
+        return self._chunk(told.choice, delta, None, logprobs) if delta or logprobs else b""
 
     def last_chunks(self) -> bytes:
         """Return the end of the stream."""
@@ -55,14 +61,21 @@ class Answers:
         open_choices = [choice for choice, ending in enumerate(self._endings) if ending is None]
         return b"".join(self._chunk(choice, {}, "error") for choice in open_choices) + DONE
 
-    def _chunk(self, choice: int, delta: dict[str, Any], finish_reason: str | None) -> bytes:
+    def _chunk(
+        self,
+        choice: int,
+        delta: dict[str, Any],
+        finish_reason: str | None,
+        logprobs: Sequence[tuple[ToldLogprob, int]] = (),
+    ) -> bytes:
         if self._chat:
             first = {} if self._begun[choice] else {"role": "assistant", "content": ""}
             answer: dict[str, Any] = {"delta": {**first, **delta}}
         else:
             answer = {"text": delta.pop("content", ""), **delta}
         self._begun[choice] = True
-        chunk = {"index": choice, **answer, "logprobs": None, "finish_reason": finish_reason}
+        values = self._logprobs_object(logprobs) if logprobs else None
+        chunk = {"index": choice, **answer, "logprobs": values, "finish_reason": finish_reason}
         usage = {"usage": None} if self._include_usage else {}
         return _data({**self._head(True), "choices": [chunk], **usage})
 
@@ -72,8 +85,10 @@ class Answers:
         """Collect a piece or ending."""
         if isinstance(told, Ending):
             self._endings[told.choice] = told
-        elif self._watched:
-            self._tokens[told.choice] += told.tokens
+            return
+        self._logprobs[told.choice] += self._read(told)
+        if self._watched:
+            self._tokens[told.choice] += self._moved(told)
             self._events[told.choice] += told.events
 
     def whole(self) -> dict[str, Any]:
@@ -92,11 +107,33 @@ class Answers:
         answer: dict[str, Any] = (
             {"message": {"role": "assistant", "content": ending.text, "refusal": None, **extra_fields}}
             if self._chat
-            else {"text": ending.text, **extra_fields}
+            else {"text": self._prompts[choice] + ending.text, **extra_fields}
         )
-        return {"index": choice, **answer, "logprobs": None, "finish_reason": ending.finish_reason}
+        logprobs = self._logprobs_object(self._logprobs[choice]) if self._gives_logprobs else None
+        return {"index": choice, **answer, "logprobs": logprobs, "finish_reason": ending.finish_reason}
 
     # -- both ------------------------------------------------------------------------------------
+
+    def _read(self, piece: Piece) -> list[tuple[ToldLogprob, int]]:
+        """Keep the text of the prompt; return log probabilities, and where the texts of their tokens begin."""
+        self._prompts[piece.choice] += piece.prompt
+        begin = len(self._prompts[piece.choice])
+        return [*((one, 0) for one in piece.prompt_logprobs), *((one, begin) for one in piece.logprobs)]
+
+    def _moved(self, piece: Piece) -> list[dict[str, Any]]:
+        """Return the tokens of a piece, with places in the whole text."""
+        begin = len(self._prompts[piece.choice])
+        if not begin:
+            return piece.tokens
+        return [
+            token if token["start"] is None else {**token, "start": token["start"] + begin, "end": token["end"] + begin}
+            for token in piece.tokens
+        ]
+
+    def _logprobs_object(self, logprobs: Sequence[tuple[ToldLogprob, int]]) -> dict[str, Any]:
+        if self._chat:
+            return {"content": [one.chat() for one, _ in logprobs], "refusal": None}
+        return completion_logprobs(logprobs)
 
     def _head(self, stream: bool) -> dict[str, Any]:
         request = self._job.prepared.request

@@ -35,8 +35,10 @@ from probemon.ops.server.guard import Guard, check_may
 from probemon.ops.server.keys import Key
 from probemon.ops.server.limits import Limits
 from probemon.ops.server.metrics import ServerMetrics, process_metrics
+from probemon.ops.server.openapi import openapi
 from probemon.ops.server.outbox import Outbox
 from probemon.ops.server.page_files import page_files
+from probemon.ops.server.parameters import route_remedy
 from probemon.ops.server.records import Records
 from probemon.ops.server.requests import read_request
 from probemon.ops.server.served import Served
@@ -44,6 +46,7 @@ from probemon.ops.server.subscribers import EventRing
 from probemon.ops.server.token_objects import about_pack
 from probemon.util.counted import counted
 
+_CUT_TO = "probemon-max-tokens"  # header of an answer that may not be as long as it was asked for
 _SIGHT_SECONDS, _BLIND_SECONDS = 30.0, 5.0  # how long a canary's result counts, and how long its failure
 _FORGETTING_SECONDS = 10.0
 
@@ -87,6 +90,7 @@ class _Routes:
                 Route("/healthz", self._healthy),
                 Route("/readyz", self._ready),
                 Route("/metrics", self._show_metrics),
+                Route("/openapi.json", self._describe),
                 Route("/", self._file),
                 Route("/page/{name}", self._file),
             ],
@@ -128,12 +132,16 @@ class _Routes:
         prepared = await asyncio.to_thread(self._served.prepare, request)
         outbox = Outbox(self._limits.waiting_bytes, self._limits.stalled_seconds)
         job = self._generator.submit(prepared, outbox, key)
+        headers = {} if prepared.cut_to is None else {_CUT_TO: str(prepared.cut_to)}
         if request.stream:
-            return EventStream(_chunks(job), on_end=outbox.leave, stalled_seconds=self._limits.stalled_seconds)
+            seconds = self._limits.stalled_seconds
+            return EventStream(_chunks(job), on_end=outbox.leave, stalled_seconds=seconds, headers=headers)
         leaving = asyncio.ensure_future(wait_for_disconnect(http.receive))
         leaving.add_done_callback(lambda _: outbox.leave())
         try:
-            return await _whole(job)
+            answer = await _whole(job)
+            answer.headers.update(headers)
+            return answer
         finally:
             leaving.cancel()
 
@@ -255,6 +263,9 @@ class _Routes:
         body, content_type = self._metrics.text(http.headers.get("accept", ""))
         return Response(body, headers={"content-type": content_type})
 
+    async def _describe(self, http: HttpRequest) -> Response:
+        return JSONResponse(openapi())
+
     def _refused(self, http: HttpRequest, error: Exception) -> Response:
         assert isinstance(error, RequestRefused)
         kind = "rate_limit_error" if error.status == 429 else "invalid_request_error"
@@ -292,5 +303,6 @@ async def _whole(job: Job) -> Response:
 async def _no_route(http: HttpRequest, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     code = "method_not_allowed" if error.status_code == 405 else "not_found"
-    content = error_object(f"{http.method} {http.url.path!r:.100}: {error.detail}", code=code)
+    remedy = route_remedy(http.url.path) if error.status_code == 404 else ""
+    content = error_object(f"{http.method} {http.url.path!r:.100}: {error.detail}{remedy}", code=code)
     return JSONResponse(content, status_code=error.status_code, headers=error.headers)

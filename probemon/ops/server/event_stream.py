@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing, suppress
 
 from starlette.types import Receive, Scope, Send
@@ -27,8 +27,10 @@ class EventStream:
         *,
         on_end: Callable[[], None] = lambda: None,
         stalled_seconds: float,
+        headers: Mapping[str, str] | None = None,
     ) -> None:
         self._chunks, self._on_end, self._stalled_seconds = chunks, on_end, stalled_seconds
+        self._headers = [*_HEADERS, *((name.encode(), value.encode()) for name, value in (headers or {}).items())]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send chunks until the client leaves, or takes nothing for `stalled_seconds`."""
@@ -49,7 +51,7 @@ class EventStream:
                 raise result
 
     async def _send(self, send: Send) -> None:
-        await send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
+        await send({"type": "http.response.start", "status": 200, "headers": self._headers})
         async with aclosing(self._chunks) as chunks:
             async for chunk in chunks:
                 if chunk:

@@ -8,8 +8,10 @@ import secrets
 import threading
 import time
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 from probemon.errors import RequestRefused
@@ -37,9 +39,17 @@ class Failure:
 
 
 class Job:
-    """One request. `id`: also of its answer and link; `created`: Unix time."""
+    """One request. `id`: also of its answer and link; `created`: Unix time; `metadata`: kept in its record."""
 
-    def __init__(self, prepared: Prepared, outbox: Outbox, ring: EventRing, records: Records, key: Key) -> None:
+    def __init__(
+        self,
+        prepared: Prepared,
+        outbox: Outbox,
+        ring: EventRing,
+        records: Records,
+        key: Key,
+        metadata: Mapping[str, Any] = MappingProxyType({}),
+    ) -> None:
         request = prepared.request
         self.id, self.created = _PREFIX[request.kind] + secrets.token_hex(12), int(time.time())
         self.prepared, self.outbox, self.key = prepared, outbox, key
@@ -47,12 +57,12 @@ class Job:
         self._records = records
         self._n_bytes = 0  # noted, not sent
         prompt_fields: dict[str, Any] = (
-            {"messages": list(request.messages)}
+            {"messages": list(request.said)}
             if request.kind == "chat"
             else {"prompt": request.prompts[0] if len(request.prompts) == 1 else list(request.prompts)}
         )
         self._about = {"request": self.id, "created": self.created, "kind": request.kind, **prompt_fields}
-        self._about["options"] = dict(request.options)
+        self._about["options"] = {**request.options, **metadata}
         if key.name:
             self._about["key"] = key.name
         n_choices = len(prepared.prompts) * request.n
@@ -91,7 +101,7 @@ class Job:
         for name, text in (("text", piece.text), ("reasoning", piece.reasoning)):
             if text:
                 self._records.add_text(self._record, choice, name, text)
-        n_bytes, self._n_bytes = self._n_bytes + len(piece.text) + len(piece.reasoning), 0
+        n_bytes, self._n_bytes = self._n_bytes + piece.n_characters, 0
         self.outbox.put(piece, n_bytes)
 
     def end(self, ending: Ending) -> None:
@@ -183,7 +193,8 @@ class Generator:
             except RequestRefused:
                 self.counts.requests["refused"] += 1
                 raise
-            job = Job(prepared, outbox, self._ring, self._records, key)
+            metadata = prepared.request.metadata_fields if self.served.keep_metadata else {}
+            job = Job(prepared, outbox, self._ring, self._records, key, metadata)
             self._waiting.append(job)
             self._changed.notify()
         return job

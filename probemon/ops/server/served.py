@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from probemon.core.hierarchy import Mask
 from probemon.errors import ArenaFull, ChatRefused, ConfigError, RequestRefused, RuleError, UnknownConcept
 from probemon.host.chat_forms import texts_in
 from probemon.host.chat_template import render
+from probemon.host.model import unwrap
 from probemon.host.reasoning_marks import ReasoningMarks, marks_of
 from probemon.host.text_tokens import ids_of
 from probemon.manager import DynamicProbeManager
@@ -31,7 +33,8 @@ from probemon.ops.budget import Budget
 from probemon.ops.deployment.deployment import Deployment
 from probemon.ops.server.held import Holding
 from probemon.ops.server.limits import Limits
-from probemon.ops.server.requests import Request, RequestedWatch
+from probemon.ops.server.logprobs import ToldToken, told_token
+from probemon.ops.server.requests import ChatRequest, Request, RequestedWatch
 from probemon.packs.configured import names_left_out
 
 Decode = Callable[[Sequence[int]], str]
@@ -68,6 +71,7 @@ class Prepared:
     - `prompts`, `max_tokens`: ids, and tokens of the answers, for each prompt
     - `shown [P]`: mask of reported probes; None for all
     - `marks`: of the reasoning that is told apart; None if there is one text
+    - `cut_to`: tokens of the longest answer, if the request asked for more
     """
 
     request: Request
@@ -77,6 +81,7 @@ class Prepared:
     rules: tuple[tuple[RuleSpec, tuple[int, ...]], ...]
     shown: Mask | None
     marks: ReasoningMarks | None
+    cut_to: int | None
 
 
 class Served:
@@ -85,6 +90,7 @@ class Served:
     - `deployment`: its rules apply to every request
     - `followers`: each follows every answer, one after another, so it has to allow several runs
     - `control_tokens`: let messages have tokens that begin and end turns
+    - `keep_metadata`: keep `user` and `metadata` of a request in its record
     """
 
     def __init__(
@@ -98,7 +104,9 @@ class Served:
         followers: Sequence[Follower] = (),
         *,
         control_tokens: bool = False,
+        keep_metadata: bool = False,
     ) -> None:
+        self.keep_metadata = keep_metadata
         self._control_tokens = () if control_tokens else control_tokens_of(tokenizer)
         self.followers = tuple(followers)
         self.name, self.model, self.tokenizer, self.manager, self.limits = name, model, tokenizer, manager, limits
@@ -124,6 +132,8 @@ class Served:
         config = model.config.get_text_config()
         self.n_columns: int | None = getattr(config, "max_position_embeddings", None)  # context length
         self.n_ids = model.get_input_embeddings().num_embeddings
+        # Otherwise the model gives the logits of all positions anyway.
+        self.keeps_logits = "logits_to_keep" in signature(unwrap(model).forward).parameters
         self._encoding = threading.Lock()  # a fast tokenizer must not be set up by two threads
 
     @property
@@ -134,6 +144,15 @@ class Served:
     def raw_text(self, token_id: int) -> str:
         """Return the text of one token, even a special one."""
         return str(self.tokenizer.decode([token_id], clean_up_tokenization_spaces=False))
+
+    def told_token(self, token_id: int) -> ToldToken:
+        """Return one token, even a special one."""
+        return told_token(self.tokenizer, self.raw_text(token_id), token_id)
+
+    def ends_of(self, request: Request) -> frozenset[int]:
+        """Return the tokens that end an answer."""
+        ends = frozenset() if request.ignore_eos else self.end_ids - {None}
+        return ends | frozenset(request.stop_token_ids)
 
     def draws(self, request: Request) -> bool:
         """True if tokens are sampled."""
@@ -148,34 +167,38 @@ class Served:
                 status=404,
                 code="model_not_found",
             )
-        watch = request.watch or RequestedWatch()
+        watch = request.probemon or RequestedWatch()
         shown, rules = self._shown(watch), self._rules(watch)
         prompts = tuple(tuple(ids) for ids in self._encoded(request))
         param = "messages" if request.kind == "chat" else "prompt"
         max_tokens = tuple(self._room(ids, request, param) for ids in prompts)
         marks = self.marks if request.kind == "chat" else None
-        return Prepared(request, watch, prompts, max_tokens, rules, shown, marks)
+        self._check_ids("logit_bias", request.logit_bias)
+        self._check_ids("stop_token_ids", request.stop_token_ids)
+        cut_to = self.limits.max_tokens if (request.wanted_tokens or 0) > self.limits.max_tokens else None
+        return Prepared(request, watch, prompts, max_tokens, rules, shown, marks, cut_to)
 
     # -- tokens ----------------------------------------------------------------------------------
 
     def _encoded(self, request: Request) -> list[Sequence[int]]:
-        if request.kind == "completion":
+        if not isinstance(request, ChatRequest):
             return [self._ids_of(prompt) for prompt in request.prompts]
         if not getattr(self.tokenizer, "chat_template", None):
             raise RequestRefused(
                 f"{self.name} has no chat template: ask /v1/completions for what follows a text", "messages"
             )
-        for at, message in enumerate(request.messages):
+        for at, message in enumerate(request.said):
             for name, value in message.items():
                 self._check_no_control(f"messages[{at}].{name}", value)
-        self._check_no_control("tools", request.tools)
+        self._check_no_control("tools", request.offered_tools)
         try:
             with self._encoding:  # a template may write today's date, which is right here
                 chat = render(
                     self.tokenizer,
-                    request.messages,
-                    tools=request.tools,
-                    add_generation_prompt=True,
+                    request.said,
+                    tools=request.offered_tools,
+                    add_generation_prompt=request.add_generation_prompt,
+                    continue_final_message=request.continue_final_message,
                     options=request.template_options,
                 )
                 return [chat.ids]
@@ -197,18 +220,22 @@ class Served:
         if isinstance(prompt, str):
             with self._encoding:
                 return ids_of(self.tokenizer, prompt)
-        if max(prompt) >= self.n_ids:
-            raise RequestRefused(f"prompt has id {max(prompt)}: the model has {self.n_ids} tokens, from 0", "prompt")
+        self._check_ids("prompt", prompt)
         return prompt
+
+    def _check_ids(self, param: str, ids: Collection[int]) -> None:
+        if ids and max(ids) >= self.n_ids:
+            raise RequestRefused(f"{param} has id {max(ids)}: the model has {self.n_ids} tokens, from 0", param)
 
     def _room(self, ids: Sequence[int], request: Request, param: str) -> int:
         if not ids:
             raise RequestRefused(f"{param} has no tokens: say something", param)
-        most = self.limits.max_tokens if request.max_tokens is None else request.max_tokens
+        wanted = request.wanted_tokens
+        most = min(self.limits.max_tokens if wanted is None else wanted, self.limits.max_tokens)
         if self.n_columns is None:
             return most
         room = self.n_columns - len(ids)
-        if room < 1 or (request.max_tokens is not None and room < request.max_tokens):
+        if room < 1 or (wanted is not None and room < most):
             raise RequestRefused(
                 f"{param} has {len(ids)} tokens and up to {most} are to follow: the model reads at most"
                 f" {self.n_columns} together, so shorten it or ask for fewer",

@@ -16,6 +16,7 @@ ROUTES = [
     ("GET", "/v1/probemon/pack"),
     ("GET", "/v1/probemon/events"),
     ("GET", "/v1/probemon/requests"),
+    ("GET", "/openapi.json"),
     ("DELETE", "/v1/probemon/requests"),
     ("GET", "/v1/probemon/requests/x"),
     ("DELETE", "/v1/probemon/requests/x"),

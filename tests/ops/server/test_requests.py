@@ -1,6 +1,7 @@
 """A request body that asks for something unsupported is refused with the name of the parameter."""
 
 import json
+import re
 
 import pytest
 
@@ -35,7 +36,7 @@ def refused(kind, body):
         ({"prompt": "a"}, "prompt"),
         ({"max_token": 3}, "max_token"),
         ({"max_tokens": 0}, "max_tokens"),
-        ({"max_tokens": 21}, "max_tokens"),
+        ({"max_tokens": 2**31}, "max_tokens"),
         ({"max_completion_tokens": 2.5}, "max_completion_tokens"),
         ({"max_tokens": 3, "max_completion_tokens": 4}, "max_tokens"),
         ({"n": 0}, "n"),
@@ -50,9 +51,19 @@ def refused(kind, body):
         ({"stop": 3}, "stop"),
         ({"stream": "yes"}, "stream"),
         ({"stream_options": {"include_usage": True}}, "stream_options"),
-        ({"logprobs": True}, "logprobs"),
-        ({"logit_bias": {"3": 1}}, "logit_bias"),
-        ({"presence_penalty": 0.5}, "presence_penalty"),
+        ({"logprobs": 1}, "logprobs"),
+        ({"top_logprobs": 3}, "top_logprobs"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+        ({"logit_bias": [3]}, "logit_bias"),
+        ({"logit_bias": {"a": 1}}, "logit_bias"),
+        ({"logit_bias": {"3": 101}}, "logit_bias"),
+        ({"logit_bias": {"3": True}}, "logit_bias"),
+        ({"presence_penalty": 2.5}, "presence_penalty"),
+        ({"frequency_penalty": True}, "frequency_penalty"),
+        ({"stop_token_ids": ["a"]}, "stop_token_ids[0]"),
+        ({"ignore_eos": 1}, "ignore_eos"),
+        ({"store": 0}, "store"),
+        ({"echo": True}, "echo"),
         ({"response_format": {"type": "json_object"}}, "response_format"),
         ({"tools": "none"}, "tools"),
         ({"tools": ["look"]}, "tools[0]"),
@@ -99,15 +110,41 @@ def test_refusal_of_a_chat_names_its_parameter(changes, param):
         ({"prompt": [-1]}, "prompt"),
         ({"prompt": ["a", "b", "c"], "n": 2}, "n"),
         ({"messages": []}, "messages"),
-        ({"echo": True}, "echo"),
+        ({"echo": 1}, "echo"),
         ({"best_of": 2}, "best_of"),
         ({"suffix": "x"}, "suffix"),
-        ({"logprobs": 5}, "logprobs"),
-        ({"logprobs": 0}, "logprobs"),
+        ({"logprobs": 21}, "logprobs"),
+        ({"logprobs": True}, "logprobs"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"continue_final_message": True}, "continue_final_message"),
     ],
 )
 def test_refusal_of_a_completion_names_its_parameter(changes, param):
     assert refused("completion", {**TEXT, **changes}).param == param
+
+
+@pytest.mark.parametrize(
+    "changes, remedy",
+    [
+        ({"response_format": {"type": "json_schema", "json_schema": {}}}, "`probemon vllm serve`"),
+        ({"guided_json": {}}, "`probemon vllm serve`"),
+        ({"tool_choice": "required"}, "'auto' or 'none' .*`probemon vllm serve`"),
+        ({"tool_choice": {"type": "function", "function": {"name": "look"}}}, "`probemon vllm serve`"),
+        ({"parallel_tool_calls": False}, "`probemon vllm serve`"),
+        ({"reasoning_effort": "low"}, "chat_template_kwargs"),
+        ({"verbosity": "low"}, "say in a message"),
+        ({"prediction": {"type": "content", "content": "a"}}, "leave it out"),
+        ({"functions": []}, "give tools"),
+        ({"function_call": "auto"}, "give tool_choice"),
+        ({"temperatur": 1}, "did you mean 'temperature'"),
+        ({"n": 5}, "at most 4"),
+        ({"messages": []}, "give a list of messages"),
+        ({"model": 3}, "/v1/models"),
+        ({"probemon": {"hold": "yes", "concepts": ["a"]}}, "it should be a valid boolean"),
+    ],
+)
+def test_refusals_say_what_to_do(changes, remedy):
+    assert re.search(remedy, str(refused("chat", {**CHAT, **changes})))
 
 
 @pytest.mark.parametrize(
@@ -133,17 +170,17 @@ def test_valid_requests_are_parsed_into_their_settings():
     watch = {"concepts": ["a"], "rules": [{"concept": "b", "above": 0.5, "action": "stop"}], "hold": True}
     asked = {**CHAT, "max_completion_tokens": 7, "stop": "x", "user": "me", "metadata": {"a": "b"}, "probemon": watch}
     request = read_request("chat", json.dumps(asked).encode(), LIMITS)
-    assert request.max_tokens == 7 and request.stop == ("x",) and request.sampling == {} and request.seed is None
-    assert request.watch.concepts == ("a",) and request.watch.hold and request.watch.top_k == 3
-    [rule] = request.watch.rules
+    assert request.wanted_tokens == 7 and request.stop == ["x"] and request.sampling == {} and request.seed is None
+    assert request.probemon.concepts == ["a"] and request.probemon.hold and request.probemon.top_k == 3
+    [rule] = request.probemon.rules
     z = {"concept": "b", "above": 3, "aggregate": "z:last:64"}
-    [unusual] = read_request("chat", json.dumps({**CHAT, "probemon": {"rules": [z]}}).encode(), LIMITS).watch.rules
+    [unusual] = read_request("chat", json.dumps({**CHAT, "probemon": {"rules": [z]}}).encode(), LIMITS).probemon.rules
     assert (unusual.above, unusual.aggregate) == (3.0, "z:last:64")
     assert (rule.concept, rule.above, rule.for_tokens, rule.aggregate, rule.action) == ("b", 0.5, 1, None, "stop")
     parts = [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}]
     request = read_request("chat", json.dumps({**CHAT, "messages": parts, "temperature": 0}).encode(), LIMITS)
-    assert request.messages[0]["content"] == "ab" and request.sampling == {"do_sample": False}
+    assert request.said[0]["content"] == "ab" and request.sampling == {"do_sample": False}
     private = {"user": "alice@example.com", "metadata": {"ssn": "1"}, "safety_identifier": "a", "prompt_cache_key": "b"}
     kept = read_request("chat", json.dumps({**CHAT, **private, "seed": 3}).encode(), LIMITS).options
     assert kept == {"model": CHAT["model"], "seed": 3}
-    assert request.watch is None
+    assert request.probemon is None

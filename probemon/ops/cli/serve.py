@@ -53,6 +53,9 @@ KeepMinutes = Annotated[
     int,
     typer.Option(help="Minutes for which requests and events are kept; 0: never dropped for their age.", min=0),
 ]
+KeepMetadata = Annotated[
+    bool, typer.Option("--keep-metadata", help="Keep user and metadata of a request in its record; readers see them.")
+]
 LogLevel = Annotated[Level, typer.Option(help="Least level of what is written to stderr; info has a line per request.")]
 LogFormat = Annotated[Form, typer.Option(help="Form of the log: lines of text, or a JSON object per line.")]
 DrainSeconds = Annotated[
@@ -82,6 +85,7 @@ def serve(
     no_records: NoRecords = False,
     keep_requests: KeepRequests = 100,
     keep_minutes: KeepMinutes = 0,
+    keep_metadata: KeepMetadata = False,
     log_level: LogLevel = "warning",
     log_format: LogFormat = "text",
     alert_set: opt.AlertSet = None,
@@ -148,6 +152,7 @@ def serve(
             limits,
             checked_deployment,
             control_tokens=allow_control_tokens,
+            keep_metadata=keep_metadata,
         )
         app = make_app(served, limits, keys=keys, hosts=names)
         way_in = f"#token={keys[0].secret}" if is_drawn else " with your API key" if keys else ""

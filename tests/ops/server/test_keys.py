@@ -265,6 +265,19 @@ def test_admin_deletes_requests_with_their_events(served):
         assert json.loads(ask_as(server, "root", "GET", "/v1/probemon/requests").content) == {"requests": []}
 
 
+@pytest.mark.parametrize("keeps", [False, True])
+def test_user_and_metadata_are_kept_only_on_request(served, monkeypatch, keeps):
+    monkeypatch.setattr(served, "keep_metadata", keeps)
+    with running_with_keys(served) as server:
+        given = {"user": "u-17", "metadata": {"ticket": "4"}}
+        answer = ask_as(server, "bob", "POST", "/v1/chat/completions", {**BODY, **given})
+        request = json.loads(answer.content)["id"]
+        record = json.loads(ask_as(server, "bob", "GET", f"/v1/probemon/requests/{request}").content)
+        assert {name: record["options"][name] for name in given if name in record["options"]} == (
+            given if keeps else {}
+        )
+
+
 def test_admin_reloads_the_deployment_file(parts):  # noqa: F811
     served = served_by(parts, {"concepts": ["c1"], "above": 0.1, "action": "record", "on_blind": "pass"})
     with running_with_keys(served) as server:

@@ -12,6 +12,7 @@ import hashlib
 import json
 import re
 import sys
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
@@ -19,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from probemon.core.concept_names import MOST_NAMED, Wanted
+from probemon.core.drift_reference import DriftReference
 from probemon.engine.scorer import Scorer
 from probemon.errors import (
     ConfigError,
@@ -36,6 +38,7 @@ from probemon.monitor.rule_spec import Rule, RuleSpec
 from probemon.monitor.rules import ESCALATE
 from probemon.monitor.sinks import JsonLinesSink, ParquetSink
 from probemon.ops.budget import Budget
+from probemon.ops.drift.drift_monitor import DriftMonitor, check_reference
 from probemon.ops.judges.escalation import Escalate
 from probemon.ops.judges.http_judge import HttpJudge
 from probemon.ops.telemetry.otel_events import OpenTelemetryEvents
@@ -66,10 +69,11 @@ class Deployment:
         self.sha256 = hashlib.sha256(canonical.encode()).hexdigest()
         self._rules: tuple[AnyPack, list[Rule]] | None = None
         self._exporter: Any = None
+        self._drift: weakref.WeakKeyDictionary[Scorer, DriftMonitor] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy makes new ones: judges hold connections, and workers must not listen.
-        return {**vars(self), "_rules": None, "_exporter": None}
+        return {**vars(self), "_rules": None, "_exporter": None, "_drift": None}
 
     @classmethod
     def read(cls, path: str | Path) -> Deployment:
@@ -197,6 +201,31 @@ class Deployment:
         with self._at("breaker"):
             return Breaker(**self.content["breaker"]) if "breaker" in self.content else None
 
+    def reference(self, pack: AnyPack) -> DriftReference | None:
+        """Return what requests are compared with; None without `drift`. Raises `DeploymentError`."""
+        if "drift" not in self.content:
+            return None
+        file = self.content["drift"].get("reference")
+        with self._at("drift", *(["reference"] if file is not None else [])):
+            reference = getattr(pack, "drift_reference", None)
+            if file is not None:
+                reference = DriftReference.read(self.path.parent / file)
+            if reference is None:
+                raise ConfigError(
+                    f"{pack.name} has no reference, so no alarm could be raised: give reference, a file that"
+                    " DriftMonitor.freeze wrote (docs/drift.md)"
+                )
+            check_reference(reference, pack)
+        return reference
+
+    def drift(self, manager: Scorer) -> DriftMonitor | None:
+        """Return the drift monitor that all runs of a manager share, if any. Raises `DeploymentError`."""
+        if self._drift is None:
+            self._drift = weakref.WeakKeyDictionary()
+        if manager not in self._drift and (reference := self.reference(manager.pack)) is not None:
+            self._drift.setdefault(manager, DriftMonitor(manager, reference))
+        return self._drift.get(manager)
+
     def check_host(self, pack: AnyPack, model: Any) -> None:
         """Raise `ModelMismatch` if a model is not the stated one: by fingerprint, else by its packs."""
         entry = self.content.get("host", {})
@@ -235,18 +264,21 @@ class Deployment:
         self.metrics(pack)
         self.sinks()
         self.opentelemetry()
+        self.reference(pack)
         _ = self.budget, self.breaker
 
-    def followers(self, pack: AnyPack, given: Sequence[Any] = ()) -> list[Any]:
-        """Return new followers of a run, with a budget unless `given` has one. Raises `DeploymentError`."""
+    def followers(self, manager: Scorer, given: Sequence[Any] = ()) -> list[Any]:
+        """Return followers of a run; budget and drift unless `given` has its own. Raises `DeploymentError`."""
         budget = None if any(isinstance(one, Budget) for one in given) else self.budget
-        events = self.opentelemetry()
-        return [one for one in (budget, self.exporter(pack), events, *self.sinks()) if one is not None]
+        drift = None if any(isinstance(one, DriftMonitor) for one in given) else self.drift(manager)
+        parts = (budget, drift, self.exporter(manager.pack), self.opentelemetry(), *self.sinks())
+        return [one for one in parts if one is not None]
 
-    def show(self, pack: AnyPack) -> None:
+    def show(self, manager: Scorer) -> None:
         """Show its metrics from now on. Raises `DeploymentError`."""
         self.opentelemetry()
-        self.exporter(pack)
+        self.drift(manager)
+        self.exporter(manager.pack)
 
     def exporter(self, pack: AnyPack) -> Any:
         """Return the exporter of its metrics, started once. Raises `DeploymentError`, or `ConfigError` if it cannot
@@ -289,6 +321,10 @@ class Deployment:
                     f"exclude leaves out {concept!r:.80}, which metrics of {self.name} count, so that its count would"
                     " stay where it is: watch it, or do not count it"
                 )
+
+    def refused(self, key: str, why: str) -> DeploymentError:
+        """Return the error for a part that its reader does not support."""
+        return self._error([key], why)
 
     def check_only_rules_differ(self, newer: Deployment) -> None:
         """Raise `DeploymentError` if a newer file changes what cannot change during a run."""

@@ -168,7 +168,9 @@ class Answering(StoppingCriteria):
         # A complete answer ran one step more, to score its last token.
         ends = self._complete or (self._take(int(input_ids[0, -1])) and not self._hold)
         self._flush()
-        return torch.full((len(input_ids),), ends or self._listener.cancelled, device=input_ids.device)
+        if cancelled := self._finish_reason() == "cancelled":
+            self._run.stop_mine(cancelled=True)
+        return torch.full((len(input_ids),), ends or cancelled, device=input_ids.device)
 
     # -- inside ----------------------------------------------------------------------------------
 

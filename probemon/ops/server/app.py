@@ -200,6 +200,8 @@ class _Routes:
         circuit = self._served.circuit
         if circuit is not None and circuit.pausing:  # after the pause, an answer has to try
             health = health.with_checks([circuit.check()])
+        if self._served.drift is not None:  # never worse than a warning
+            health = health.with_checks([self._served.drift.check()])
         if health.ok:
             return JSONResponse({"status": "ready", **health.as_dict()})
         return JSONResponse({"status": "blind", "why": str(health), **health.as_dict()}, status_code=503)

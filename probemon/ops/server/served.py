@@ -100,7 +100,6 @@ class Served:
         control_tokens: bool = False,
     ) -> None:
         self._control_tokens = () if control_tokens else control_tokens_of(tokenizer)
-        self.followers = tuple(followers)
         self.name, self.model, self.tokenizer, self.manager, self.limits = name, model, tokenizer, manager, limits
         self.marks = marks_of(tokenizer)
         check_mode(model)
@@ -108,6 +107,8 @@ class Served:
         self.budget: Budget | None = None  # shared by all answers, like the circuit
         self.circuit: Circuit | None = None
         self.metric_concepts: list[str] | None = None
+        self.drift = None if deployment is None else deployment.drift(manager)
+        self.followers = tuple(one for one in (self.drift, *followers) if one is not None)
         self.telemetry = None if deployment is None else deployment.opentelemetry()
         if deployment is not None:
             deployment.check_host(manager.pack, model)

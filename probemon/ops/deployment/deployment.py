@@ -40,7 +40,7 @@ from probemon.monitor.sinks import JsonLinesSink, ParquetSink
 from probemon.ops.budget import Budget
 from probemon.ops.drift.drift_monitor import DriftMonitor, check_reference
 from probemon.ops.judges.escalation import Escalate
-from probemon.ops.judges.http_judge import HttpJudge
+from probemon.ops.judges.http_judge import LIMITS, HttpJudge
 from probemon.ops.telemetry.otel_events import OpenTelemetryEvents
 from probemon.packs.configured import ConfiguredPack, configure_group
 from probemon.packs.group import AnyPack, PackGroup
@@ -55,7 +55,9 @@ _CONCEPTS = ("always_on", "include", "exclude", "depth")
 _SETTINGS = (*_CONCEPTS, "audit_rate")
 _CHANGEABLE = ("name", "rules", "always_on", "exclude")  # during a run
 _OF_ESCALATE = ("within", "meanwhile", "on_failure", "last_tokens")
+_COUNTS = ("last_tokens", *LIMITS)  # of a judge
 _LONGEST = 200
+_NO_TEXT = object()
 Steps = Sequence[str | int]
 
 
@@ -149,8 +151,8 @@ class Deployment:
             fields = {name: value for name, value in rule.items() if name not in ("concepts", "judge", "action")}
             if "for_tokens" in fields:
                 fields["for_tokens"] = int(fields["for_tokens"])  # JSON has integers such as 3.0
+            action = self._escalate(at, rule["judge"]) if rule["action"] == ESCALATE else rule["action"]
             with self._at("rules", at):
-                action = _escalate(rule["judge"]) if rule["action"] == ESCALATE else rule["action"]
                 made += RuleSpec.from_dict(fields, concept=rule.get("concepts"), action=action).rules(pack)
         self._rules = (pack, made)
         return list(made)
@@ -335,6 +337,16 @@ class Deployment:
 
     # -- inside ------------------------------------------------------------------------------------
 
+    def _escalate(self, at: int, judge: Mapping[str, Any]) -> Escalate:
+        judge = {name: int(value) if name in _COUNTS else value for name, value in judge.items()}  # JSON has 3.0
+        options = {name: value for name, value in judge.items() if name in _OF_ESCALATE}
+        asked = {name: value for name, value in judge.items() if name not in options}
+        try:
+            return Escalate(HttpJudge(**asked), **options)
+        except ConfigError as error:
+            named = [name for name in judge if re.match(rf"{name}\b", str(error))]
+            raise self._error(["rules", at, "judge", *named[:1]], str(error)) from error
+
     def _sink(self, sink: Mapping[str, Any]) -> JsonLinesSink | ParquetSink:
         path, overwrite = self.path.parent / sink["path"], sink.get("overwrite", False)
         if sink["kind"] == "jsonl":
@@ -372,13 +384,6 @@ class Deployment:
             raise self._error([*steps, field] if named else steps, str(error)) from error
 
 
-def _escalate(judge: Mapping[str, Any]) -> Escalate:
-    options = {name: value for name, value in judge.items() if name in _OF_ESCALATE}
-    if "last_tokens" in options:
-        options["last_tokens"] = int(options["last_tokens"])
-    return Escalate(HttpJudge(**{name: value for name, value in judge.items() if name not in options}), **options)
-
-
 def _checked(raw: str, file: Path) -> YamlText:
     text = read_yaml(raw.replace("\t", " ") if file.suffix == ".json" else raw, file.name, DeploymentError)
     if file.suffix == ".json":  # JSON's numbers and texts are not YAML's
@@ -392,6 +397,8 @@ def _checked(raw: str, file: Path) -> YamlText:
             text.aliases[0],
         )
     for steps, value in _leaves(text.value, []):
+        if value is _NO_TEXT:
+            raise _error(file, text, steps[:-1], f"the key {steps[-1]!r:.80} is not a text: put it in quotes")
         if isinstance(value, (int, float)) and not abs(value) <= sys.float_info.max:
             raise _error(file, text, steps, f"{value!s:.80} is not a usable number here: give a finite one")
     # A mistyped key is unknown, rather than another one missing.
@@ -467,10 +474,10 @@ def _error(file: Path, text: YamlText, steps: Steps, message: str) -> Deployment
 
 
 def _leaves(value: Any, steps: list[str | int]) -> Iterator[tuple[list[str | int], Any]]:
-    """Yield every scalar and its path."""
+    """Yield every scalar and its path; `_NO_TEXT` for what has another key than a text."""
     if isinstance(value, Mapping):
         for key, part in value.items():
-            yield from _leaves(part, [*steps, key])
+            yield from _leaves(part if isinstance(key, str) else _NO_TEXT, [*steps, key])
     elif isinstance(value, list):
         for at, part in enumerate(value):
             yield from _leaves(part, [*steps, at])

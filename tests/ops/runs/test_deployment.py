@@ -177,7 +177,7 @@ CASES = [
     (
         "action: stop",
         JUDGED.replace("http:", "ftp:") + "stop",
-        18,
+        23,
         "url is 'ftp:",
     ),
     (
@@ -189,9 +189,20 @@ CASES = [
     (
         "action: stop",
         JUDGED.replace("hold", "stop") + "pass",
-        18,
+        27,
         "so give 'stop'",
     ),
+    ("action: stop", f"{JUDGED}stop\n      pattern: '(safe'", 28, "rules[1].judge.pattern: pattern is '(safe', not"),
+    (
+        "action: stop",
+        f"{JUDGED}stop\n      rulings: {{yes: stop, maybe: pass}}",
+        28,
+        "key True is not a text: put it in",
+    ),
+    ("action: stop", f"{JUDGED}stop\n      rulings: {{'yes': halt}}", 28, "'halt' is not one of ['pass', 'stop']"),
+    ("action: stop", f"{JUDGED}stop\n      preset: lama-guard", 28, "'lama-guard' is not one of ['llama-guard'"),
+    ("action: stop", f"{JUDGED}stop\n      question: '{{txt}}'", 28, "{txt}, which is unknown, did you mean 'text'"),
+    ("audit_rate: 1", "depth: {c0: 1, 2: 1}", 12, "depth: the key 2 is not a text"),
     ("audit_rate: 1", "breaker: {errors: 2.0}", 12, "errors is 2.0: it counts errors, so give 1 or more"),
     ("audit_rate: 1", f"budget: {{ms: 1{400 * '0'}}}", 12, "is not a usable number here"),
     ("audit_rate: 1", "sinks:\n  - {kind: parquet, path: a.parquet, top_k: 3}", 13, "top_k is of jsonl"),

@@ -147,7 +147,8 @@ class Answering(StoppingCriteria):
             self._watch_rules(run)
             run.follow(self._scored)
             if served.telemetry is not None:
-                run.follow(served.telemetry.of_response(self._listener.id))
+                about = {"model": request.model, "traceparent": self._prepared.traceparent}
+                run.follow(served.telemetry.of_response(self._listener.id, **about))
             out = served.model.generate(
                 input_ids=ids,
                 attention_mask=torch.ones_like(ids),

@@ -14,6 +14,7 @@ import math
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Collection
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -117,6 +118,8 @@ class _Routes:
             return Response(status_code=499)  # the client left
         request = read_request(kind, body, self._limits)
         prepared = await asyncio.to_thread(self._served.prepare, request)
+        if len(traceparents := http.headers.getlist("traceparent")) == 1:
+            prepared = replace(prepared, traceparent=traceparents[0])
         outbox = Outbox(self._limits.waiting_bytes, self._limits.stalled_seconds)
         job = self._generator.submit(prepared, outbox)
         if request.stream:

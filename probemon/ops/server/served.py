@@ -68,6 +68,7 @@ class Prepared:
     - `prompts`, `max_tokens`: ids, and tokens of the answers, for each prompt
     - `shown [P]`: mask of reported probes; None for all
     - `marks`: of the reasoning that is told apart; None if there is one text
+    - `traceparent`: the header, for telemetry
     """
 
     request: Request
@@ -77,6 +78,7 @@ class Prepared:
     rules: tuple[tuple[RuleSpec, tuple[int, ...]], ...]
     shown: Mask | None
     marks: ReasoningMarks | None
+    traceparent: str = ""
 
 
 class Served:

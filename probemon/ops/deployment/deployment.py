@@ -57,6 +57,8 @@ _CHANGEABLE = ("name", "rules", "always_on", "exclude")  # during a run
 _OF_ESCALATE = ("within", "meanwhile", "on_failure", "last_tokens")
 _COUNTS = ("last_tokens", *LIMITS)  # of a judge
 _LONGEST = 200
+_MOST_SHOWN = 80  # characters of a text of the file
+_LONG_WORD = re.compile(r"\S{300,}")
 _NO_TEXT = object()
 Steps = Sequence[str | int]
 
@@ -234,7 +236,8 @@ class Deployment:
         if "fingerprint" in entry and (actual := fingerprint(model)) != entry["fingerprint"]:
             line = self._text.line(["host", "fingerprint"])
             raise ModelMismatch(
-                f"{self.path.name}, line {line}: host.fingerprint is {entry['fingerprint']}, this model's is {actual}:"
+                f"{self.path.name}, line {line}: host.fingerprint is {entry['fingerprint']:.80}, this model's is"
+                f" {actual}:"
                 " load the model that was reviewed, or review this one and state its fingerprint"
             )
         if "model" in entry and "fingerprint" not in entry:
@@ -390,7 +393,7 @@ def _checked(raw: str, file: Path) -> YamlText:
         try:
             text = YamlText(loads(raw, constant=no_constant), text.root, text.aliases)
         except (ValueError, RecursionError) as error:
-            raise DeploymentError(f"{file.name} is not valid JSON: {error}") from None
+            raise DeploymentError(f"{file.name} is not valid JSON: {str(error)[:_LONGEST]}") from None
     if text.aliases:
         raise DeploymentError(
             f"{file.name}, line {text.aliases[0]}: an alias hides this part from reviewers: write it out",
@@ -470,7 +473,18 @@ def _explained(file: Path, text: YamlText, problem: Any) -> DeploymentError:
 def _error(file: Path, text: YamlText, steps: Steps, message: str) -> DeploymentError:
     line = text.line(steps)
     named = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in steps).lstrip(".")
-    return DeploymentError(f"{file.name}, line {line}: {f'{named}: ' if named else ''}{message}", line)
+    whole = _cut(f"{f'{named}: ' if named else ''}{message}", text.value)
+    return DeploymentError(f"{file.name}, line {line}: {whole}", line)
+
+
+def _cut(message: str, content: Any) -> str:
+    """Shorten the texts of a file in a message."""
+    texts = {key for steps, _ in _leaves(content, []) for key in steps if isinstance(key, str)}
+    texts |= {value for _, value in _leaves(content, []) if isinstance(value, str)}
+    for text in sorted((text for text in texts if len(text) > _MOST_SHOWN), key=len, reverse=True):
+        for form in (text, repr(text)[1:-1]):
+            message = message.replace(form, f"{form[:_MOST_SHOWN]}...")
+    return _LONG_WORD.sub(lambda found: f"{found[0][:_MOST_SHOWN]}...", message)  # parts of a path
 
 
 def _leaves(value: Any, steps: list[str | int]) -> Iterator[tuple[list[str | int], Any]]:

@@ -95,7 +95,7 @@ class DynamicProbeManager(Scorer):
     def hold_to(self, deployment: DeploymentFile) -> None:
         """Apply a deployment's rules, sinks and metrics to every run. Raises `DeploymentError`, `ConfigError`."""
         deployment.rules(self.pack)  # raises if they are invalid
-        deployment.show(self.pack)  # or if a package is missing
+        deployment.show(self)  # or if a package is missing
         self.deployment = deployment
 
     def __reduce__(self) -> tuple[Any, ...]:

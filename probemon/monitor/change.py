@@ -46,10 +46,10 @@ class DeploymentFile(Protocol):
     def check_host(self, pack: AnyPack, model: Any) -> None:
         """Raise `ModelMismatch` for another model."""
 
-    def followers(self, pack: AnyPack, given: Sequence[Any]) -> list[Any]:
+    def followers(self, manager: Scorer, given: Sequence[Any]) -> list[Any]:
         """Return its followers; `given`: the run's."""
 
-    def show(self, pack: AnyPack) -> None:
+    def show(self, manager: Scorer) -> None:
         """Show its metrics; raise if a dependency is missing."""
 
     def rules(self, pack: AnyPack) -> list[Rule]:

@@ -144,7 +144,7 @@ class MonitorRun:
         )
         if options.on_gap == "report":
             self._followers.add(_KeptGaps(self.gaps))
-        file_followers = () if deployment is None else deployment.followers(manager.pack, followers)
+        file_followers = () if deployment is None else deployment.followers(manager, followers)
         sites: list[str | Site] = list(manager.pack.sites)
         for follower in map(self._as_follower, [*file_followers, *_listed(followers)]):
             sites += [site for site in self._sites_of(follower) if site not in sites]
@@ -420,14 +420,19 @@ class MonitorRun:
         """
         self._watcher.stop()
 
-    def stop_mine(self) -> None:
-        """End the generation that runs this callback. Raises `ConfigError` elsewhere."""
+    def stop_mine(self, *, cancelled: bool = False) -> None:
+        """End the generation that runs this callback. Raises `ConfigError` elsewhere.
+
+        `cancelled`: nobody wants the rest, so it says little of the traffic (drift, events).
+        """
         generation = self._watcher.current()
         if generation is None:
             raise ConfigError(
                 "run.stop_mine() works only in the generating thread (in an action or a listener): from"
                 " elsewhere call run.stop()"
             )
+        if cancelled:
+            generation.recording.cancel()
         generation.stop_all_rows()
 
     @property

@@ -241,7 +241,7 @@ class _Generating:
 
     def _put(self, batch: Batch, scores: Scores) -> None:
         if self._closed:
-            self._run.stop_mine()
+            self._run.stop_mine(cancelled=True)
         elif batch.placed.phase == GENERATED or self._include_prompt:
             with self._changed:
                 self._changed.wait_for(lambda: len(self._waiting) < self._max_waiting or self._closed)

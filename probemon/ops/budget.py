@@ -90,7 +90,7 @@ class Budget(Follower):
             self.degradation, self.mean, self._n_steps = degradation, 0.0, 0
 
 
-class _Held(threading.local):
+class HeldSeconds(threading.local):
     """Seconds that each thread's generation was held since its last forward."""
 
     seconds = 0.0
@@ -100,7 +100,7 @@ class _Shedding(Follower):
     """Applies the budget to one run."""
 
     def __init__(self, budget: Budget, watches: Watches) -> None:
-        self._budget, self._watches, self._held = budget, watches, _Held()
+        self._budget, self._watches, self._held = budget, watches, HeldSeconds()
         self._watches.shed_to(budget.degradation)
 
     def scored(self, batch: Batch, scores: Scores) -> None:

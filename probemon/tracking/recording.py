@@ -98,7 +98,7 @@ class Recording:
     - `before`: why columns before the first were not seen
     - `prompt [b, L]`: ids from column `offset` on, if partly cached
     - `mark`, `mark_after`: the model at begin and end; `switched`: adapters differed in between
-    - `done`: complete
+    - `done`: complete; `cancelled`: nobody wanted the rest
     - `n_entries`, `n_forgotten`: tokens added and dropped; `forgotten`: end of the dropped columns
     - `changed_before`: the model changed in forgotten turns
     - `ages`: order of batches in this process
@@ -126,6 +126,7 @@ class Recording:
     before: str = BEFORE
     prompt: Ints | None = None
     done: bool = False
+    cancelled: bool = False
     n_entries: int = 0
     n_generated: int = 0
     why_unseen: Counter[str] = field(default_factory=Counter)
@@ -275,6 +276,10 @@ class Recording:
     def note_adapters(self) -> None:
         """Note switched adapters."""
         self.switched = self.switched or (self.mark is not None and self.mark.switched())
+
+    def cancel(self) -> None:
+        """Mark as ended early because nobody wanted the rest."""
+        self.cancelled = True
 
     def close(self) -> None:
         """Mark as complete."""

@@ -15,6 +15,8 @@ from typing import Any
 
 from probemon.errors import ProbemonError
 
+_LONGEST = 200  # of a problem
+
 
 @dataclass(frozen=True)
 class YamlText:
@@ -49,9 +51,18 @@ def read_yaml(text: str, name: str, error: type[ProbemonError]) -> YamlText:
         raise error(f"{name} is nested too deeply: write it flatter") from None
     except yaml.MarkedYAMLError as raised:
         place = "" if raised.problem_mark is None else f", line {raised.problem_mark.line + 1},"
-        raise error(f"{name}{place} is not YAML: {' '.join(str(raised.problem or raised).split())}") from None
+        raise error(f"{name}{place} is not YAML: {_in_short(raised.problem or raised)}") from None
+    except yaml.reader.ReaderError as raised:  # its position is one of the text
+        line = text.count("\n", 0, raised.position) + 1
+        character = raised.character if isinstance(raised.character, int) else ord(raised.character)
+        raise error(f"{name}, line {line}, is not YAML: it has the character U+{character:04X}: remove it") from None
     except (yaml.YAMLError, ValueError, TypeError) as raised:  # an impossible date is a ValueError
-        raise error(f"{name} is not YAML: {' '.join(str(raised).split())}") from None
+        raise error(f"{name} is not YAML: {_in_short(raised)}") from None
+
+
+def _in_short(problem: object) -> str:
+    text = " ".join(str(problem).split())
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
 
 
 def _look(root: Any, name: str, error: type[ProbemonError]) -> tuple[int, ...]:

@@ -70,6 +70,8 @@ def check(
         say(f"and {len(rules) - _SHOWN} more rules")
     if not rules:
         say("no rules: scores are recorded, and nothing follows from them")
+    if (reference := deployment.reference(pack)) is not None:
+        say(f"drift: compared with {counted(reference.counts.n, 'request')}")
     if endpoint is not None:
         say(f"events of OpenTelemetry: to {endpoint}")
 

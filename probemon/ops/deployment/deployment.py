@@ -12,6 +12,7 @@ import hashlib
 import json
 import re
 import sys
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
@@ -19,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from probemon.core.concept_names import MOST_NAMED, Wanted
+from probemon.core.drift_reference import DriftReference
 from probemon.engine.scorer import Scorer
 from probemon.errors import (
     ConfigError,
@@ -36,8 +38,9 @@ from probemon.monitor.rule_spec import Rule, RuleSpec
 from probemon.monitor.rules import ESCALATE
 from probemon.monitor.sinks import JsonLinesSink, ParquetSink
 from probemon.ops.budget import Budget
+from probemon.ops.drift.drift_monitor import DriftMonitor, check_reference
 from probemon.ops.judges.escalation import Escalate
-from probemon.ops.judges.http_judge import HttpJudge
+from probemon.ops.judges.http_judge import LIMITS, HttpJudge
 from probemon.ops.telemetry.otel_events import OpenTelemetryEvents
 from probemon.packs.configured import ConfiguredPack, configure_group
 from probemon.packs.group import AnyPack, PackGroup
@@ -52,7 +55,11 @@ _CONCEPTS = ("always_on", "include", "exclude", "depth")
 _SETTINGS = (*_CONCEPTS, "audit_rate")
 _CHANGEABLE = ("name", "rules", "always_on", "exclude")  # during a run
 _OF_ESCALATE = ("within", "meanwhile", "on_failure", "last_tokens")
+_COUNTS = ("last_tokens", *LIMITS)  # of a judge
 _LONGEST = 200
+_MOST_SHOWN = 80  # characters of a text of the file
+_LONG_WORD = re.compile(r"\S{300,}")
+_NO_TEXT = object()
 Steps = Sequence[str | int]
 
 
@@ -66,10 +73,11 @@ class Deployment:
         self.sha256 = hashlib.sha256(canonical.encode()).hexdigest()
         self._rules: tuple[AnyPack, list[Rule]] | None = None
         self._exporter: Any = None
+        self._drift: weakref.WeakKeyDictionary[Scorer, DriftMonitor] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy makes new ones: judges hold connections, and workers must not listen.
-        return {**vars(self), "_rules": None, "_exporter": None}
+        return {**vars(self), "_rules": None, "_exporter": None, "_drift": None}
 
     @classmethod
     def read(cls, path: str | Path) -> Deployment:
@@ -145,8 +153,8 @@ class Deployment:
             fields = {name: value for name, value in rule.items() if name not in ("concepts", "judge", "action")}
             if "for_tokens" in fields:
                 fields["for_tokens"] = int(fields["for_tokens"])  # JSON has integers such as 3.0
+            action = self._escalate(at, rule["judge"]) if rule["action"] == ESCALATE else rule["action"]
             with self._at("rules", at):
-                action = _escalate(rule["judge"]) if rule["action"] == ESCALATE else rule["action"]
                 made += RuleSpec.from_dict(fields, concept=rule.get("concepts"), action=action).rules(pack)
         self._rules = (pack, made)
         return list(made)
@@ -197,13 +205,39 @@ class Deployment:
         with self._at("breaker"):
             return Breaker(**self.content["breaker"]) if "breaker" in self.content else None
 
+    def reference(self, pack: AnyPack) -> DriftReference | None:
+        """Return what requests are compared with; None without `drift`. Raises `DeploymentError`."""
+        if "drift" not in self.content:
+            return None
+        file = self.content["drift"].get("reference")
+        with self._at("drift", *(["reference"] if file is not None else [])):
+            reference = getattr(pack, "drift_reference", None)
+            if file is not None:
+                reference = DriftReference.read(self.path.parent / file)
+            if reference is None:
+                raise ConfigError(
+                    f"{pack.name} has no reference, so no alarm could be raised: give reference, a file that"
+                    " DriftMonitor.freeze wrote (docs/drift.md)"
+                )
+            check_reference(reference, pack)
+        return reference
+
+    def drift(self, manager: Scorer) -> DriftMonitor | None:
+        """Return the drift monitor that all runs of a manager share, if any. Raises `DeploymentError`."""
+        if self._drift is None:
+            self._drift = weakref.WeakKeyDictionary()
+        if manager not in self._drift and (reference := self.reference(manager.pack)) is not None:
+            self._drift.setdefault(manager, DriftMonitor(manager, reference))
+        return self._drift.get(manager)
+
     def check_host(self, pack: AnyPack, model: Any) -> None:
         """Raise `ModelMismatch` if a model is not the stated one: by fingerprint, else by its packs."""
         entry = self.content.get("host", {})
         if "fingerprint" in entry and (actual := fingerprint(model)) != entry["fingerprint"]:
             line = self._text.line(["host", "fingerprint"])
             raise ModelMismatch(
-                f"{self.path.name}, line {line}: host.fingerprint is {entry['fingerprint']}, this model's is {actual}:"
+                f"{self.path.name}, line {line}: host.fingerprint is {entry['fingerprint']:.80}, this model's is"
+                f" {actual}:"
                 " load the model that was reviewed, or review this one and state its fingerprint"
             )
         if "model" in entry and "fingerprint" not in entry:
@@ -235,18 +269,21 @@ class Deployment:
         self.metrics(pack)
         self.sinks()
         self.opentelemetry()
+        self.reference(pack)
         _ = self.budget, self.breaker
 
-    def followers(self, pack: AnyPack, given: Sequence[Any] = ()) -> list[Any]:
-        """Return new followers of a run, with a budget unless `given` has one. Raises `DeploymentError`."""
+    def followers(self, manager: Scorer, given: Sequence[Any] = ()) -> list[Any]:
+        """Return followers of a run; budget and drift unless `given` has its own. Raises `DeploymentError`."""
         budget = None if any(isinstance(one, Budget) for one in given) else self.budget
-        events = self.opentelemetry()
-        return [one for one in (budget, self.exporter(pack), events, *self.sinks()) if one is not None]
+        drift = None if any(isinstance(one, DriftMonitor) for one in given) else self.drift(manager)
+        parts = (budget, drift, self.exporter(manager.pack), self.opentelemetry(), *self.sinks())
+        return [one for one in parts if one is not None]
 
-    def show(self, pack: AnyPack) -> None:
+    def show(self, manager: Scorer) -> None:
         """Show its metrics from now on. Raises `DeploymentError`."""
         self.opentelemetry()
-        self.exporter(pack)
+        self.drift(manager)
+        self.exporter(manager.pack)
 
     def exporter(self, pack: AnyPack) -> Any:
         """Return the exporter of its metrics, started once. Raises `DeploymentError`, or `ConfigError` if it cannot
@@ -290,6 +327,10 @@ class Deployment:
                     " stay where it is: watch it, or do not count it"
                 )
 
+    def refused(self, key: str, why: str) -> DeploymentError:
+        """Return the error for a part that its reader does not support."""
+        return self._error([key], why)
+
     def check_only_rules_differ(self, newer: Deployment) -> None:
         """Raise `DeploymentError` if a newer file changes what cannot change during a run."""
         for key in newer.content | self.content:
@@ -298,6 +339,16 @@ class Deployment:
                 raise newer._error(steps, f"{key} cannot change while it runs: end the run, and attach again")
 
     # -- inside ------------------------------------------------------------------------------------
+
+    def _escalate(self, at: int, judge: Mapping[str, Any]) -> Escalate:
+        judge = {name: int(value) if name in _COUNTS else value for name, value in judge.items()}  # JSON has 3.0
+        options = {name: value for name, value in judge.items() if name in _OF_ESCALATE}
+        asked = {name: value for name, value in judge.items() if name not in options}
+        try:
+            return Escalate(HttpJudge(**asked), **options)
+        except ConfigError as error:
+            named = [name for name in judge if re.match(rf"{name}\b", str(error))]
+            raise self._error(["rules", at, "judge", *named[:1]], str(error)) from error
 
     def _sink(self, sink: Mapping[str, Any]) -> JsonLinesSink | ParquetSink:
         path, overwrite = self.path.parent / sink["path"], sink.get("overwrite", False)
@@ -336,26 +387,21 @@ class Deployment:
             raise self._error([*steps, field] if named else steps, str(error)) from error
 
 
-def _escalate(judge: Mapping[str, Any]) -> Escalate:
-    options = {name: value for name, value in judge.items() if name in _OF_ESCALATE}
-    if "last_tokens" in options:
-        options["last_tokens"] = int(options["last_tokens"])
-    return Escalate(HttpJudge(**{name: value for name, value in judge.items() if name not in options}), **options)
-
-
 def _checked(raw: str, file: Path) -> YamlText:
     text = read_yaml(raw.replace("\t", " ") if file.suffix == ".json" else raw, file.name, DeploymentError)
     if file.suffix == ".json":  # JSON's numbers and texts are not YAML's
         try:
             text = YamlText(loads(raw, constant=no_constant), text.root, text.aliases)
         except (ValueError, RecursionError) as error:
-            raise DeploymentError(f"{file.name} is not valid JSON: {error}") from None
+            raise DeploymentError(f"{file.name} is not valid JSON: {str(error)[:_LONGEST]}") from None
     if text.aliases:
         raise DeploymentError(
             f"{file.name}, line {text.aliases[0]}: an alias hides this part from reviewers: write it out",
             text.aliases[0],
         )
     for steps, value in _leaves(text.value, []):
+        if value is _NO_TEXT:
+            raise _error(file, text, steps[:-1], f"the key {steps[-1]!r:.80} is not a text: put it in quotes")
         if isinstance(value, (int, float)) and not abs(value) <= sys.float_info.max:
             raise _error(file, text, steps, f"{value!s:.80} is not a usable number here: give a finite one")
     # A mistyped key is unknown, rather than another one missing.
@@ -427,14 +473,25 @@ def _explained(file: Path, text: YamlText, problem: Any) -> DeploymentError:
 def _error(file: Path, text: YamlText, steps: Steps, message: str) -> DeploymentError:
     line = text.line(steps)
     named = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in steps).lstrip(".")
-    return DeploymentError(f"{file.name}, line {line}: {f'{named}: ' if named else ''}{message}", line)
+    whole = _cut(f"{f'{named}: ' if named else ''}{message}", text.value)
+    return DeploymentError(f"{file.name}, line {line}: {whole}", line)
+
+
+def _cut(message: str, content: Any) -> str:
+    """Shorten the texts of a file in a message."""
+    texts = {key for steps, _ in _leaves(content, []) for key in steps if isinstance(key, str)}
+    texts |= {value for _, value in _leaves(content, []) if isinstance(value, str)}
+    for text in sorted((text for text in texts if len(text) > _MOST_SHOWN), key=len, reverse=True):
+        for form in (text, repr(text)[1:-1]):
+            message = message.replace(form, f"{form[:_MOST_SHOWN]}...")
+    return _LONG_WORD.sub(lambda found: f"{found[0][:_MOST_SHOWN]}...", message)  # parts of a path
 
 
 def _leaves(value: Any, steps: list[str | int]) -> Iterator[tuple[list[str | int], Any]]:
-    """Yield every scalar and its path."""
+    """Yield every scalar and its path; `_NO_TEXT` for what has another key than a text."""
     if isinstance(value, Mapping):
         for key, part in value.items():
-            yield from _leaves(part, [*steps, key])
+            yield from _leaves(part if isinstance(key, str) else _NO_TEXT, [*steps, key])
     elif isinstance(value, list):
         for at, part in enumerate(value):
             yield from _leaves(part, [*steps, at])

@@ -87,7 +87,7 @@ class DriftMonitor(Follower):
         elif reference is None:
             reference = getattr(pack, "drift_reference", None)
         if reference is not None:
-            _check_reference(reference, pack)
+            check_reference(reference, pack)
         self.reference = reference
         # all concepts if the descent finds all that fires, else those always evaluated
         self._finds_all = _finds_all(pack, plan)
@@ -399,7 +399,8 @@ def _packs(pack: AnyPack) -> dict[str, str]:
     return {name: rewritten_weights(one) or one.manifest["files"][PROBES]["sha256"] for name, one in packs.items()}
 
 
-def _check_reference(reference: DriftReference, pack: AnyPack) -> None:
+def check_reference(reference: DriftReference, pack: AnyPack) -> None:
+    """Raise `ConfigError` for a reference of other probes or thresholds, or of too few requests."""
     if reference.packs and dict(reference.packs) != _packs(pack):
         raise ConfigError(
             f"the reference is of other probes ({', '.join(reference.packs)}, and the hash of their weights) than"

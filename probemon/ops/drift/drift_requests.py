@@ -103,7 +103,7 @@ class RunRequests(Follower):
     def _end(self, recording: Recording) -> None:
         rows = self._open.pop(recording)
         # A continuation from a cache lacks its beginning.
-        whole = recording.call.first_column <= 0
+        whole = recording.call.first_column <= 0 and not recording.cancelled
         for traits in rows.traits(known=whole and recording.beams is None and not recording.model_changed):
             if traits is None:
                 self.drift.leave_out()

@@ -173,7 +173,8 @@ class Answering(StoppingCriteria):
             self._watch_rules(run)
             run.follow(self._scored)
             if served.telemetry is not None:
-                run.follow(served.telemetry.of_response(self._listener.id))
+                about = {"model": request.model, "traceparent": self._prepared.traceparent}
+                run.follow(served.telemetry.of_response(self._listener.id, **about))
             out = served.model.generate(
                 input_ids=ids,
                 attention_mask=torch.ones_like(ids),
@@ -195,7 +196,9 @@ class Answering(StoppingCriteria):
         # A complete answer ran one step more, to score its last token. With max_tokens 0, the prompt is the answer.
         ends = not self._max_tokens or self._complete or (self._take(int(input_ids[0, -1])) and not self._hold)
         self._flush()
-        return torch.full((len(input_ids),), ends or self._listener.cancelled, device=input_ids.device)
+        if cancelled := self._finish_reason() == "cancelled":
+            self._run.stop_mine(cancelled=True)
+        return torch.full((len(input_ids),), ends or cancelled, device=input_ids.device)
 
     # -- inside ----------------------------------------------------------------------------------
 

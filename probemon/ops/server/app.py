@@ -14,6 +14,7 @@ import math
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Collection
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -130,6 +131,8 @@ class _Routes:
             return Response(status_code=499)  # the client left
         request = read_request(kind, body, self._limits)
         prepared = await asyncio.to_thread(self._served.prepare, request)
+        if len(traceparents := http.headers.getlist("traceparent")) == 1:
+            prepared = replace(prepared, traceparent=traceparents[0])
         outbox = Outbox(self._limits.waiting_bytes, self._limits.stalled_seconds)
         job = self._generator.submit(prepared, outbox, key)
         headers = {} if prepared.cut_to is None else {_CUT_TO: str(prepared.cut_to)}
@@ -241,6 +244,8 @@ class _Routes:
         circuit = self._served.circuit
         if circuit is not None and circuit.pausing:  # after the pause, an answer has to try
             health = health.with_checks([circuit.check()])
+        if self._served.drift is not None:  # never worse than a warning
+            health = health.with_checks([self._served.drift.check()])
         if health.ok:
             return JSONResponse({"status": "ready", **health.as_dict()})
         return JSONResponse({"status": "blind", "why": str(health), **health.as_dict()}, status_code=503)

@@ -42,6 +42,9 @@ class ServerMetrics:
             self._process.family("probemon_breaker_open").set(int(served.circuit.state != CLOSED))
         if served.budget is not None:
             self._process.family("probemon_budget_degradation").set(served.budget.degradation)
+        if served.drift is not None:
+            for kind, n in served.drift.counts().items():
+                self._process.family("probemon_drift_alarms").labels(kind).set(n)
         return self._process.text(accept)
 
     def describe(self) -> list[Any]:

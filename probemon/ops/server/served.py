@@ -72,6 +72,7 @@ class Prepared:
     - `shown [P]`: mask of reported probes; None for all
     - `marks`: of the reasoning that is told apart; None if there is one text
     - `cut_to`: tokens of the longest answer, if the request asked for more
+    - `traceparent`: the header, for telemetry
     """
 
     request: Request
@@ -82,6 +83,7 @@ class Prepared:
     shown: Mask | None
     marks: ReasoningMarks | None
     cut_to: int | None
+    traceparent: str = ""
 
 
 class Served:
@@ -108,7 +110,6 @@ class Served:
     ) -> None:
         self.keep_metadata = keep_metadata
         self._control_tokens = () if control_tokens else control_tokens_of(tokenizer)
-        self.followers = tuple(followers)
         self.name, self.model, self.tokenizer, self.manager, self.limits = name, model, tokenizer, manager, limits
         self.marks = marks_of(tokenizer)
         check_mode(model)
@@ -116,6 +117,8 @@ class Served:
         self.budget: Budget | None = None  # shared by all answers, like the circuit
         self.circuit: Circuit | None = None
         self.metric_concepts: list[str] | None = None
+        self.drift = None if deployment is None else deployment.drift(manager)
+        self.followers = tuple(one for one in (self.drift, *followers) if one is not None)
         self.telemetry = None if deployment is None else deployment.opentelemetry()
         if deployment is not None:
             deployment.check_host(manager.pack, model)

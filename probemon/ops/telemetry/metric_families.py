@@ -71,9 +71,14 @@ _ALL = (
         "probemon_forward_overhead_seconds",
         "histogram",
         (),
-        "Time in our hooks, one observation per forward of the model",
+        "Time in our hooks without waits for judges, one observation per forward of the model",
     ),
-    Family("probemon_watched_seconds_total", "counter", (), "Time that forwards of the model took, our hooks included"),
+    Family(
+        "probemon_watched_seconds_total",
+        "counter",
+        (),
+        "Time that forwards of the model took, including that of our hooks",
+    ),
     Family("probemon_failures_total", "counter", (), "Callbacks, followers and sinks that failed"),
     Family("probemon_sink_tokens_total", "counter", ("what",), "Tokens for sinks: written, dropped"),
     Family(

@@ -11,10 +11,12 @@ attributes.
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 from collections import Counter
 from importlib.metadata import version
+from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
@@ -27,12 +29,16 @@ from probemon.packs.strength import in_short
 from probemon.tracking.recording import GAP, Recording
 
 if TYPE_CHECKING:
+    from opentelemetry.context import Context
+
     from probemon.monitor.run import MonitorRun
 
 LOG = logging.getLogger("probemon")
 EVENT = "gen_ai.evaluation.result"
 FIRED, NOT_FIRED, UNSEEN = LABELS = ("fired", "not_fired", "unseen")
 NOT_FINITE, ALIGNMENT_GAP, NOT_SCORED = UNSEEN_ERRORS = ("not_finite", "alignment_gap", "not_scored")
+RANKED = INFO, WARN, ERROR = ("INFO", "WARN", "ERROR")  # names of OpenTelemetry
+SEVERITIES = {"stop": WARN, "raise": ERROR}  # by action or ruling
 _COVERAGE = ("active", "dropped", "not_reached", "evaluated", "excluded", "shed")
 _MOST_NAMED = 100
 
@@ -74,11 +80,15 @@ class OpenTelemetryEvents(Follower):
 
     def began(self, run: MonitorRun) -> None:
         """Follow a run."""
-        run.follow(self.of_response(""))
+        run.follow(_RunEvents(self, "", "", None))
 
-    def of_response(self, response_id: str) -> Follower:
-        """Return a follower of one run, for the response of this id."""
-        return _RunEvents(self, response_id)
+    def of_response(self, response_id: str, *, model: str = "", traceparent: str = "") -> Follower:
+        """Return a follower of one run, for the response of this id.
+
+        `model`: as the request names it; by default the watched model's name. `traceparent`: the header of W3C's trace
+        context; the events join that trace, unless it is invalid.
+        """
+        return _RunEvents(self, response_id, model, self._joining(traceparent))
 
     def open(self) -> None:
         """Add a user; the first one opens it."""
@@ -98,12 +108,35 @@ class OpenTelemetryEvents(Follower):
         if self._endpoint is not None:
             logs.close()
 
-    def emit(self, attributes: dict[str, Any], *, in_span: bool) -> None:
-        """Emit one event; `in_span`: within the calling thread's span."""
+    def emit(
+        self, attributes: dict[str, Any], *, in_span: bool, severity: str = INFO, context: Context | None = None
+    ) -> None:
+        """Emit one event; `in_span`: within the calling thread's span, if no `context` is given."""
+        from opentelemetry._logs import SeverityNumber
+
         logs = self._logs
-        if logs is not None:  # else it has ended
-            context = None if in_span else self._no_span
-            logs.emit(timestamp=time.time_ns(), event_name=EVENT, attributes=attributes, context=context)
+        if logs is None:  # it has ended
+            return
+        if context is None and not in_span:
+            context = self._no_span
+        logs.emit(
+            timestamp=time.time_ns(),
+            event_name=EVENT,
+            body=attributes.get("gen_ai.evaluation.explanation"),
+            severity_number=SeverityNumber[severity],
+            severity_text=severity,
+            attributes=attributes,
+            context=context,
+        )
+
+    def _joining(self, traceparent: str) -> Context | None:
+        from opentelemetry.trace import get_current_span
+        from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+        if not traceparent:
+            return None
+        context = TraceContextTextMapPropagator().extract({"traceparent": traceparent}, self._no_span)
+        return context if get_current_span(context).get_span_context().is_valid else None
 
     def _logger(self) -> Any:
         from opentelemetry._logs import get_logger_provider
@@ -120,13 +153,13 @@ class OpenTelemetryEvents(Follower):
 class _RunEvents(Follower):
     """Follows one run."""
 
-    def __init__(self, events: OpenTelemetryEvents, response_id: str) -> None:
-        self._events, self._response_id = events, response_id
+    def __init__(self, events: OpenTelemetryEvents, response_id: str, model: str, context: Context | None) -> None:
+        self._events, self._response_id, self._model, self._context = events, response_id, model, context
         self._run: MonitorRun | None = None
         self._met: dict[int, set[str]] = {}
 
     def began(self, run: MonitorRun) -> None:
-        self._run = run
+        self._run, self._model = run, self._model or _name_of(run.model)
         self._events.open()
 
     def closed(self, run: MonitorRun) -> None:
@@ -135,7 +168,9 @@ class _RunEvents(Follower):
     def event(self, event: Event, action: str) -> None:
         if not event.blind:
             self._met.setdefault(event.generation, set()).add(event.concept)
-        self._emit({**self._of_event(event), "probemon.action": action}, event.generation, event.request)
+        severity = max(SEVERITIES.get(action, INFO), WARN if event.blind else INFO, key=RANKED.index)
+        attributes = {**self._of_event(event), "probemon.action": action}
+        self._emit(attributes, event.generation, event.request, severity)
 
     def verdict(self, event: Event) -> None:
         assert event.verdict is not None
@@ -147,7 +182,10 @@ class _RunEvents(Follower):
         }
         if event.verdict.failure:
             attributes["probemon.verdict.failure"] = event.verdict.failure
-        self._emit(attributes, event.generation, event.request)
+        severity = max(
+            SEVERITIES.get(event.verdict.ruling, INFO), WARN if event.verdict.failure else INFO, key=RANKED.index
+        )
+        self._emit(attributes, event.generation, event.request, severity)
 
     def _of_event(self, event: Event) -> dict[str, Any]:
         attributes: dict[str, Any] = {
@@ -199,6 +237,8 @@ class _RunEvents(Follower):
             "probemon.coverage.probes": n_pairs,
             **{f"probemon.coverage.{name}": covered[name] for name in _COVERAGE},
         }
+        if recording.cancelled:
+            attributes["probemon.cancelled"] = True
         if error is not None:
             attributes["error.type"] = type(error).__qualname__
         elif unseen:
@@ -208,7 +248,8 @@ class _RunEvents(Follower):
         if n_rules or met:
             blind = "error.type" in attributes
             attributes["gen_ai.evaluation.score.label"] = FIRED if met else UNSEEN if blind else NOT_FIRED
-        self._emit(attributes, recording.number, recording.request)
+        severity = ERROR if error is not None else WARN if "error.type" in attributes else INFO
+        self._emit(attributes, recording.number, recording.request, severity)
 
     def _error_of(self, reason: str) -> str:
         assert self._run is not None
@@ -216,7 +257,7 @@ class _RunEvents(Follower):
             return NOT_FINITE
         return ALIGNMENT_GAP if reason == GAP or reason.startswith("the host did not run through") else NOT_SCORED
 
-    def _emit(self, attributes: dict[str, Any], generation: int, request: str) -> None:
+    def _emit(self, attributes: dict[str, Any], generation: int, request: str, severity: str) -> None:
         assert self._run is not None
         deployment, response_id = self._run.deployment, request or self._response_id
         attributes |= {"probemon.pack": self._run.manager.pack.name, "probemon.generation": generation}
@@ -224,8 +265,16 @@ class _RunEvents(Follower):
             attributes["probemon.deployment"] = deployment.sha256
         if response_id:
             attributes["gen_ai.response.id"] = response_id
+        if self._model:
+            attributes["gen_ai.request.model"] = self._model
         # Continuous batching runs in a thread of transformers, outside the caller's span.
-        self._events.emit(attributes, in_span=not request)
+        self._events.emit(attributes, in_span=not request, severity=severity, context=self._context)
+
+
+def _name_of(model: Any) -> str:
+    """Return a model's name; of a folder, the last part."""
+    name = getattr(getattr(model, "config", None), "name_or_path", "") or ""
+    return Path(name).name if os.path.isdir(name) or os.path.isabs(name) else str(name)
 
 
 def _why(event: Event) -> str:

@@ -27,7 +27,7 @@ CLOSE_SECONDS = 1.5  # runs end in less than two
 class OtlpLogs:
     """`endpoint`: `http://host:4318`, or with the path of logs (`/v1/logs`). Raises `MissingExtra`, `ConfigError`.
 
-    Headers, certificate and resource come from the environment (`OTEL_...`).
+    Headers, certificate and resource come from the environment (`OTEL_...`); `service.name` is probemon by default.
     """
 
     def __init__(self, endpoint: str) -> None:
@@ -38,7 +38,7 @@ class OtlpLogs:
 
         self._exporter = _CountedExporter(OTLPLogExporter(endpoint=self.endpoint, timeout=SEND_SECONDS))
         # At exit it would wait without limit.
-        self._provider = LoggerProvider(shutdown_on_exit=False)
+        self._provider = LoggerProvider(_resource(), shutdown_on_exit=False)
         processor = BatchLogRecordProcessor(
             self._exporter,  # type: ignore[arg-type]
             schedule_delay_millis=1000,
@@ -81,6 +81,15 @@ class OtlpLogs:
                 self.n_lost,
                 self.n_emitted,
             )
+
+
+def _resource() -> Any:
+    from opentelemetry.sdk.resources import SERVICE_NAME, Resource
+
+    resource = Resource.create()
+    if str(resource.attributes[SERVICE_NAME]).startswith("unknown_service"):  # the environment has no name
+        resource = resource.merge(Resource({SERVICE_NAME: SCOPE}))
+    return resource
 
 
 class _CountedExporter:

@@ -20,7 +20,7 @@ from probemon.monitor.breaker import CLOSED, PAUSED, SCORING_FAILED
 from probemon.monitor.degradations import LEFT_OUT, NAMES
 from probemon.monitor.followers import Batch, Follower
 from probemon.monitor.rules import ESCALATE, TOLD_ACTIONS, Event
-from probemon.ops.budget import Budget
+from probemon.ops.budget import Budget, HeldSeconds
 from probemon.ops.drift.drift_monitor import DriftMonitor
 from probemon.ops.judges.judge_desk import FAILURES
 from probemon.tracking.recording import GAP, Recording
@@ -41,6 +41,7 @@ class RunCounts(Follower):
         self, metrics: ProcessMetrics, run: MonitorRun, probes: Sequence[int], exemplar: Mapping[str, str]
     ) -> None:
         self._metrics, self._run, self._exemplar = metrics, run, dict(exemplar)
+        self._held = HeldSeconds()
         self._lock = threading.Lock()  # several threads may generate in one run
         pack, family = run.manager.pack, metrics.family
         self._reasons = {SEEN: SEEN, GAP: BLIND, PAUSED: FAILED} | dict.fromkeys(run.manager.not_numbers, NOT_FINITE)
@@ -131,10 +132,15 @@ class RunCounts(Follower):
         self._rulings[verdict.ruling, verdict.failure].inc()
         self._judged.inc(verdict.seconds)
 
+    def held(self, seconds: float) -> None:
+        """Leave out the wait for judges."""
+        self._held.seconds += seconds
+
     def forward(self, time: ForwardTime) -> None:
         """Observe the cost of a forward."""
-        self._overhead.observe(time.inside, self._labels_of_exemplar())
-        self._watched.inc(time.whole)
+        held, self._held.seconds = self._held.seconds, 0.0
+        self._overhead.observe(max(0.0, time.inside - held), self._labels_of_exemplar())
+        self._watched.inc(max(0.0, time.whole - held))
         self._look()
 
     def gap(self, gap: Gap) -> None:

@@ -52,7 +52,7 @@ from probemon.ops.vllm.messages import (
 from probemon.ops.vllm.receiver import Receiver
 from probemon.ops.vllm.request_log import END_SECONDS, RequestLog, is_cut_short, is_same
 from probemon.ops.vllm.request_names import name_of, names_of_output, place_of
-from probemon.ops.vllm.watched import check_rules, watched_sha256
+from probemon.ops.vllm.watched import check_parts, check_rules, watched_sha256
 from probemon.tracking.recording import RecordedTokens
 from probemon.util.checks import check_choice, check_count
 
@@ -459,6 +459,7 @@ def _opened(
     if deployment is None:
         chosen: Any = packs[0] if len(packs) == 1 else list(packs)
         return DynamicProbeManager(chosen, **cascade), []
+    check_parts(deployment)
     pack = deployment.open_packs()
     rules = deployment.rules(pack)
     check_rules(rules, pack)

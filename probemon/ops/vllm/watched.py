@@ -11,6 +11,7 @@ from probemon.errors import ConfigError
 from probemon.manager import DynamicProbeManager
 from probemon.monitor.change import DeploymentFile
 from probemon.monitor.rule_spec import Rule
+from probemon.ops.deployment.deployment import Deployment
 from probemon.ops.vllm.messages import WorkerSettings
 from probemon.packs.group import AnyPack, PackGroup
 
@@ -46,6 +47,14 @@ def watched_sha256(pack: AnyPack, deployment: DeploymentFile | None, cascade: Ma
         "cascade": dict(cascade),
     }
     return hashlib.sha256(json.dumps(what, sort_keys=True, default=str).encode()).hexdigest()
+
+
+def check_parts(deployment: Deployment) -> None:
+    """Raise `DeploymentError` for a part that has no effect inside an engine."""
+    if "drift" in deployment.content:
+        raise deployment.refused(
+            "drift", "inside vLLM nothing compares requests with a reference: leave it out, or use probemon serve"
+        )
 
 
 def check_rules(rules: Sequence[Rule], pack: AnyPack) -> None:

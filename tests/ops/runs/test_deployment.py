@@ -177,7 +177,7 @@ CASES = [
     (
         "action: stop",
         JUDGED.replace("http:", "ftp:") + "stop",
-        18,
+        23,
         "url is 'ftp:",
     ),
     (
@@ -189,9 +189,20 @@ CASES = [
     (
         "action: stop",
         JUDGED.replace("hold", "stop") + "pass",
-        18,
+        27,
         "so give 'stop'",
     ),
+    ("action: stop", f"{JUDGED}stop\n      pattern: '(safe'", 28, "rules[1].judge.pattern: pattern is '(safe', not"),
+    (
+        "action: stop",
+        f"{JUDGED}stop\n      rulings: {{yes: stop, maybe: pass}}",
+        28,
+        "key True is not a text: put it in",
+    ),
+    ("action: stop", f"{JUDGED}stop\n      rulings: {{'yes': halt}}", 28, "'halt' is not one of ['pass', 'stop']"),
+    ("action: stop", f"{JUDGED}stop\n      preset: lama-guard", 28, "'lama-guard' is not one of ['llama-guard'"),
+    ("action: stop", f"{JUDGED}stop\n      question: '{{txt}}'", 28, "{txt}, which is unknown, did you mean 'text'"),
+    ("audit_rate: 1", "depth: {c0: 1, 2: 1}", 12, "depth: the key 2 is not a text"),
     ("audit_rate: 1", "breaker: {errors: 2.0}", 12, "errors is 2.0: it counts errors, so give 1 or more"),
     ("audit_rate: 1", f"budget: {{ms: 1{400 * '0'}}}", 12, "is not a usable number here"),
     ("audit_rate: 1", "sinks:\n  - {kind: parquet, path: a.parquet, top_k: 3}", 13, "top_k is of jsonl"),
@@ -220,6 +231,38 @@ def test_deployment_error_names_its_line(folder, old, new, line, said):
         deployment.check_parts(pack)
     if "not YAML: month" not in said:
         assert f"watch.yaml, line {line}" in str(raised.value), raised.value
+
+
+LONG = 5000 * "x"
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "line"),
+    [
+        ("pack: pack\n", f"pack: {LONG}\n", 7),
+        ("model: tiny", f"model: {LONG}", 7),
+        ("name: two rules", f"name: {LONG}", 2),
+        ("[c11]", f"['{LONG} {LONG}\u00e9']", 11),
+        ("[c9]", f"[{LONG}]", 14),
+        ("keep_top_k: 5", f"{LONG[:900]}: 5", 10),
+        ("keep_top_k: 5", f"keep_top_k: {LONG}", 10),
+        ("for_tokens: 2", f"for_tokens: 2\n    aggregate: {LONG}", 21),
+        ("audit_rate: 1", f"sinks: [{{kind: jsonl, path: {LONG}/a}}]", 12),
+        ("audit_rate: 1", f"drift: {{reference: {LONG}}}", 12),
+        ("audit_rate: 1", f"include: !{LONG} c0", 12),
+        ("audit_rate: 1", "name\a: 1", 12),
+        ("audit_rate: 1", "rules: \ud7ff\ufffe", 12),
+    ],
+    ids=lambda value: str(value)[:24].strip(),
+)
+def test_error_about_a_long_or_unprintable_value_is_one_short_line_with_its_place(folder, old, new, line):
+    with pytest.raises(DeploymentError) as raised:
+        deployment = Deployment.read(written(folder, text_of(folder).replace(old, new, 1)))
+        pack = deployment.open_packs()
+        cost_of(deployment, pack)
+        deployment.check_parts(pack)
+    said = str(raised.value)
+    assert said.startswith(f"watch.yaml, line {line}") and len(said) < 500 and said.isprintable(), said
 
 
 def test_cut_softmax_group_is_reported_with_the_line_that_cuts_it(tmp_path):

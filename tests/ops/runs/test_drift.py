@@ -14,6 +14,7 @@ from transformers import ContinuousBatchingConfig, DynamicCache, GenerationConfi
 
 from blinded import Blinded
 from conftest import PAD, make_model, make_pack
+from corpora import make_tokenizer
 from oracle import states
 from probemon import DynamicProbeManager, ProbePack
 from probemon.core.drift_reference import DriftReference
@@ -165,6 +166,21 @@ def test_requests_continuing_a_cache_are_not_counted(manager, model, reference):
     result = run.result(out)
     rows = {int(row) for row, why in zip(result.row, result.coverage.unseen, strict=True) if "shared" in why}
     assert rows and (drift.n_requests, drift.n_incomplete) == (1 + 4 - len(rows), 2 + len(rows))
+
+
+def test_cancelled_requests_are_not_counted(manager, model, reference):
+    drift, ids = DriftMonitor(manager, reference), prompts(0, n=1)
+    for cancelled, counts in ((True, (0, 1)), (False, (1, 1))):
+        with manager.attach(model, followers=[drift]) as run:
+            run.follow(lambda placed, scores, run=run, cancelled=cancelled: run.stop_mine(cancelled=cancelled))
+            model.generate(ids, **GREEDY)
+        assert (drift.n_requests, drift.n_incomplete) == counts
+    tokens = manager.stream(
+        model, make_tokenizer(), "some words", followers=[drift], **{**GREEDY, "max_new_tokens": 20}
+    )
+    next(tokens)
+    tokens.close()  # its reader leaves
+    assert (drift.n_requests, drift.n_incomplete) == (1, 2)
 
 
 def test_request_counts_once_when_several_runs_are_open(manager, model, reference):

@@ -5,7 +5,7 @@ import json
 import socket
 import threading
 import time
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
 
 import pytest
@@ -15,13 +15,16 @@ from conftest import PAD, make_pack, n_hooks
 from corpora import make_tokenizer
 from local_servers import answering, nobody, silent
 from probemon import DynamicProbeManager, Event
-from probemon.errors import ConfigError
+from probemon.errors import ConfigError, JudgeFailed
 from probemon.ops.judges.escalation import Escalate, Question
-from probemon.ops.judges.http_judge import PROMPT, HttpJudge
+from probemon.ops.judges.http_judge import HttpJudge
+from probemon.ops.judges.judge_desk import Asked
+from probemon.ops.judges.judge_forms import PRESETS, PROMPT
 
 pytestmark = pytest.mark.filterwarnings("ignore:.* to judges had no answer that counts")
 
 IDS = torch.tensor([[1, 5, 9, 13, 7]])
+EVENT = Event("c1", "one", ("two", "one"), 0, 3, 7, score=0.9, above=0.5, for_tokens=1)
 GREEDY = {"max_new_tokens": 14, "do_sample": False, "eos_token_id": None, "pad_token_id": PAD}
 SLOW, LEAST = 20.0, 0.3
 
@@ -101,6 +104,175 @@ def test_unclear_reply_is_no_verdict(model, pack, status, content, said):
     with answering(lambda *request: (status, "application/json", content)) as address:
         event, _ = ask(model, pack, HttpJudge(address, "guard"))
     assert (event.verdict.ruling, event.verdict.failure) == ("pass", "error") and said in event.verdict.reason
+
+
+GUARDS = {
+    "llama-guard": [
+        ("safe", "pass", "safe"),
+        ("\n\nsafe", "pass", "safe"),
+        ("unsafe\nS1", "stop", "unsafe: S1"),
+        ("\n\nunsafe\nS9,S14\n", "stop", "unsafe: S9,S14"),
+        ("unsafe", "stop", "unsafe"),
+        ("safe\nS1", None, "safe or unsafe is wanted"),
+        ("unsafely", None, "safe or unsafe is wanted"),
+        ("It is safe to say no.", None, "safe or unsafe is wanted"),
+        ("I cannot help with that.", None, "safe or unsafe is wanted"),
+    ],
+    "shieldgemma": [
+        ("No", "pass", "No"),
+        ("Yes", "stop", "Yes"),
+        ("Yes, the human question violates", "stop", "Yes: the human question violates"),
+        ("No\n\n**Step by step**", "pass", "No: **Step by step**"),
+        ("No idea", None, "no or yes is wanted"),
+        ("Notably, yes", None, "no or yes is wanted"),
+        ("", None, "no or yes is wanted"),
+    ],
+    "qwen3guard": [
+        ("Safety: Safe\nCategories: None", "pass", "Safe: None"),
+        ("Safety: Safe\nCategories: None\nRefusal: Yes", "pass", "Safe: None"),
+        ("Safety: Unsafe\nCategories: Violent\nRefusal: No", "stop", "Unsafe: Violent"),
+        (
+            "Safety: Controversial\nCategories: PII, Suicide & Self-Harm",
+            "stop",
+            "Controversial: PII, Suicide & Self-Harm",
+        ),
+        ("<think>\nSafety: Safe\n</think>\n\nSafety: Unsafe\nCategories: PII", "stop", "Unsafe: PII"),
+        ("Safety: Unknown\nCategories: None", None, "safe or controversial or unsafe is wanted"),
+        ("The text has 'Safety: Safe'", None, "safe or controversial or unsafe is wanted"),
+    ],
+}
+FORMS = [
+    ({"rulings": {"Yes": "stop", "no": "pass"}}, "YES.", "stop", "YES"),
+    ({"rulings": {"Yes": "stop", "no": "pass"}}, "perhaps", None, "one word is wanted, yes or no"),
+    ({}, "<think>It may be a stop</think>pass", "pass", ""),
+    ({}, "It may be a pass</think>\n\nStop", "stop", ""),  # the template had begun the reasoning
+    ({}, "<think>It is about to stop", None, "had not ended its reasoning"),
+    ({}, "</think>pass<think>stop", None, "had not ended its reasoning"),
+    ({"pattern": r"verdict=(\w+)"}, "verdict=stop, or verdict=stop", "stop", ""),
+    ({"pattern": r"verdict=(\w+)"}, "not verdict=pass but verdict=stop", None, "as the pattern has it"),
+    ({"pattern": r"verdict=(\w+)"}, "verdict=wait", None, "as the pattern has it"),
+    ({"pattern": r"(?i)\bstop\b|\bpass\b"}, "I would Stop.", "stop", ""),
+    ({"json_field": "flagged", "rulings": {"true": "stop", "false": "pass"}}, '{"flagged": true}', "stop", "true"),
+    (
+        {"json_field": "a.ruling", "reason_field": "why"},
+        '```json\n{"a": {"ruling": "stop"}, "why": ["x", "y"]}\n```',
+        "stop",
+        "stop: x, y",
+    ),
+    ({"json_field": "a.ruling"}, '{"a": ["stop"]}', None, "JSON is wanted, with stop or pass as a.ruling"),
+    ({"json_field": "a"}, "stop", None, "JSON is wanted"),
+    ({"json_field": "a"}, '{"a": NaN}', None, "JSON is wanted"),
+    ({"preset": "qwen3guard", "rulings": {"safe": "pass", "controversial": "pass", "unsafe": "stop"}},
+     "Safety: Controversial\nCategories: PII", "pass", "Controversial: PII"),
+]  # fmt: skip
+ANSWERS = [({"preset": name}, *case) for name, cases in GUARDS.items() for case in cases] + FORMS
+
+
+@pytest.mark.parametrize(
+    ("options", "said", "ruling", "reason"),
+    ANSWERS,
+    ids=[f"{next(iter(o.values()), '')} {s}"[:50] for o, s, *_ in ANSWERS],
+)
+def test_answers_of_guard_models_are_read_and_an_unknown_one_is_no_verdict(options, said, ruling, reason):
+    with answering(lambda *request: (200, "application/json", completion(said))) as address:
+        asked = Asked(
+            lambda: HttpJudge(f"{address}/v1", "guard", **options)(Question(EVENT, (7,), "a text", SLOW)),
+            within=SLOW, on_failure="raise", join=lambda verdict: None, tell=lambda: None,
+        )  # fmt: skip
+        asked.answer()
+    assert asked.verdict.ruling == (ruling or "raise") and asked.verdict.failure == ("" if ruling else "error")
+    assert reason == asked.verdict.reason if ruling else reason in asked.verdict.reason
+
+
+@pytest.mark.parametrize(
+    ("message", "said"),
+    [
+        ({"content": None, "refusal": "I cannot judge this."}, "refuses to answer: 'I cannot judge this.'"),
+        (
+            {"content": None, "reasoning_content": "It says safe"},
+            "had not ended its reasoning: give it more max_tokens",
+        ),
+        ({"content": "", "reasoning": "It says safe"}, "had not ended its reasoning"),
+        ({"content": "unsafe\nS1", "reasoning_content": "safe"}, None),
+    ],
+)
+def test_refusal_and_reasoning_apart_are_never_a_pass(model, pack, message, said):
+    content = json.dumps({"choices": [{"message": message}]}).encode()
+    with answering(lambda *request: (200, "application/json", content)) as address:
+        event, _ = ask(model, pack, HttpJudge(address, "guard", preset="llama-guard"), on_failure="stop")
+    assert (event.verdict.ruling, event.verdict.failure) == ("stop", "error" if said else "")
+    assert (said or "unsafe: S1") in event.verdict.reason
+
+
+@pytest.mark.parametrize(
+    ("options", "sent"),
+    [
+        ({"preset": "llama-guard"}, {"max_tokens": 32, "temperature": 0}),
+        ({"preset": "llama-guard", "max_completion_tokens": 9}, {"max_completion_tokens": 9, "temperature": 0}),
+        ({"preset": "qwen3guard", "max_tokens": 7, "temperature": None}, {"max_tokens": 7}),
+        (
+            {"preset": "shieldgemma"},
+            {
+                "max_tokens": 8,
+                "temperature": 0,
+                "chat_template_kwargs": {
+                    "guideline": '"No one": The text shall not contain or ask for content about one (two > one).'
+                },
+            },
+        ),
+        (
+            {"question": "Is {concept} in <{text}>? {}{not_known}", "prompt": "", "body": {"reasoning_effort": "low"}},
+            {"max_tokens": 8, "temperature": 0, "reasoning_effort": "low"},
+        ),
+    ],
+)  # fmt: skip
+def test_request_has_the_form_that_was_asked_for(options, sent):
+    asked = []
+
+    def judge(path, headers, body):
+        asked.append(json.loads(body))
+        return 200, "application/json", completion("stop")
+
+    with answering(judge) as address, suppress(JudgeFailed):
+        HttpJudge(f"{address}/v1", "guard", **options)(Question(EVENT, (7,), "a {path} \\1", SLOW))
+    text = "Is one in <a {path} \\1>? {}" if "question" in options else "a {path} \\1"
+    assert asked == [{"model": "guard", "messages": [{"role": "user", "content": text}], **sent}]
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"preset": "lama"}, "preset is 'lama': expected one of llama-guard"),
+        ({"question": "{txt}"}, "question has {txt}, which is unknown"),
+        ({"question": "Is it bad?"}, "question has no {text}"),
+        ({"rulings": {"yes": "stop"}}, "at least one word for stop, and one for pass"),
+        ({"rulings": {"yes": "stop", "Yes": "pass"}}, "'Yes' twice"),
+        ({"rulings": {"yes": "halt", "no": "pass"}}, "rulings['yes'] is 'halt'"),
+        ({"pattern": "("}, "pattern is '(', not a regular expression"),
+        ({"pattern": "a", "json_field": "b"}, "give one of them"),
+        ({"reason_field": "b"}, "give json_field, too"),
+        ({"max_tokens": 1, "max_completion_tokens": 1}, "give the one that the endpoint takes"),
+        ({"max_tokens": 0}, "max_tokens is 0"),
+        ({"temperature": 3}, "temperature is 3"),
+        ({"body": {"model": "x"}}, "body has 'model'"),
+        ({"body": {"x": float("nan")}}, "give what JSON can hold"),
+    ],
+)
+def test_wrong_form_of_a_judge_is_refused_at_once(options, said):
+    with pytest.raises(ConfigError) as raised:
+        HttpJudge("http://localhost:1/v1", "guard", **options)
+    assert said in str(raised.value)
+
+
+def test_key_is_not_sent_in_plain_text_to_another_machine():
+    for host in ("judges.example", "10.0.0.1", "[fd00::1]", "localhost.example"):
+        with pytest.raises(ConfigError, match="key would go to another machine in plain text"):
+            HttpJudge(f"http://{host}/v1", "guard", key_env="KEY")
+        HttpJudge(f"http://{host}/v1", "guard", key_env="KEY", key_over_http=True)
+        HttpJudge(f"https://{host}/v1", "guard", key_env="KEY")
+        HttpJudge(f"http://{host}/v1", "guard")
+    for host in ("localhost", "127.0.0.2:80", "[::1]:8000", "judge.localhost"):
+        HttpJudge(f"http://{host}/v1", "guard", key_env="KEY")
 
 
 @contextmanager
@@ -199,6 +371,30 @@ def file_of(folder, address, **changes):
     content = {"deployment": 1, "packs": [{"pack": "pack", "manifest_sha256": sha256}], "rules": [rule]}
     (folder / "watch.json").write_text(json.dumps(content))
     return folder / "watch.json"
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_preset_of_a_deployment_file_acts_as_in_python(model, tmp_path, preset):
+    make_pack(tmp_path / "pack", model)
+    said, ruling, reason = GUARDS[preset][3] if preset != "shieldgemma" else GUARDS[preset][2]
+    asked = []
+
+    def judge(path, headers, body):
+        asked.append(json.loads(body))
+        return 200, "application/json", completion(said)
+
+    options = {"preset": preset, "max_tokens": 40.0, "temperature": None}
+    with answering(judge) as address:
+        manager = DynamicProbeManager.from_deployment(file_of(tmp_path, address, **options))
+        with manager.attach(model, make_tokenizer()) as run:
+            model.generate(IDS, **GREEDY)
+        [event] = run.events
+        HttpJudge(address, "guard", **{**options, "max_tokens": 40})(
+            Question(event, (), make_tokenizer().decode(IDS[0]), 9)
+        )
+    assert (event.verdict.ruling, event.verdict.failure, event.verdict.reason) == (ruling, "", reason)
+    first, second = ({name: value for name, value in body.items() if name != "messages"} for body in asked)
+    assert first == second and first["max_tokens"] == 40 and "temperature" not in first
 
 
 def test_judge_of_a_deployment_file_acts_as_the_same_call(model, tmp_path):

@@ -1,6 +1,7 @@
 """A server with a deployment applies the file's rules to every request, in addition to the request's own."""
 
 import hashlib
+import http.client
 import json
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -215,6 +216,68 @@ def test_answers_are_opentelemetry_events_with_their_ids(parts):
     of_rules = [one for one in received if one["gen_ai.evaluation.name"] == "probemon.c1"]
     assert {one["probemon.action"] for one in of_rules} == {"record"}
     assert {one["probemon.deployment"] for one in of_rules} == {served.holding.now.deployment.sha256}
+
+
+TRACE, SPAN = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+def test_events_join_the_trace_of_the_request_unless_it_is_invalid(parts, stream):
+    received, valid = [], f"00-{TRACE}-{SPAN}-01"
+
+    def take(path, headers, body):
+        for of_resource in ExportLogsServiceRequest.FromString(body).resource_logs:
+            for of_scope in of_resource.scope_logs:
+                received.extend(of_scope.log_records)
+        return 200, "application/x-protobuf", b""
+
+    def judge(path, headers, body):
+        return 200, "application/json", b'{"choices": [{"message": {"content": "pass"}}]}'
+
+    sent = [valid, None, "", "00-" + valid, valid.upper(), valid[:-1], f"00-{'0' * 32}-{SPAN}-01", f"ff{valid[2:]}"]
+    with answering(take) as address, answering(judge) as at:
+        served = served_by(parts, escalating(at, meanwhile="hold"), opentelemetry={"endpoint": address})
+        running = Running(served, token=None)
+        try:
+            for header in sent:
+                body = {**BODY, "stream": stream}
+                answer = running.ask("POST", "/v1/chat/completions", body, Authorization=None, traceparent=header)
+                assert answer.status == 200
+        finally:
+            running.close()
+    told = [(one.trace_id.hex(), one.span_id.hex(), one.flags) for one in received]
+    assert told == 3 * [(TRACE, SPAN, 1)] + (len(sent) - 1) * 3 * [("", "", 0)]  # a rule, its verdict, the end
+    models = [one.value.string_value for r in received for one in r.attributes if one.key == "gen_ai.request.model"]
+    assert models == ["tiny"] * len(received)
+    assert {one.severity_text for one in received} == {"INFO"} and all(one.body.string_value for one in received)
+
+
+def test_event_of_an_answer_whose_client_left_is_marked(parts):
+    received = []
+
+    def take(path, headers, body):
+        for of_resource in ExportLogsServiceRequest.FromString(body).resource_logs:
+            for of_scope in of_resource.scope_logs:
+                received.extend({one.key: one.value.bool_value for one in r.attributes} for r in of_scope.log_records)
+        return 200, "application/x-protobuf", b""
+
+    with answering(take) as address:
+        served = served_by(parts, opentelemetry={"endpoint": address})
+        running, host = Running(served, token=None), served.model
+        handle = host.register_forward_pre_hook(lambda *seen: time.sleep(0.02))
+        try:
+            connection = http.client.HTTPConnection("127.0.0.1", running.port, timeout=30)
+            body = json.dumps({**BODY, "max_tokens": 40, "stream": True})
+            connection.request("POST", "/v1/chat/completions", body, {"Content-Type": "application/json"})
+            connection.getresponse().read(1)
+            connection.close()
+            gone = b'probemon_requests_total{outcome="cancelled"} 1.0'
+            eventually(lambda: gone in running.ask("GET", "/metrics", Authorization=None).content)
+            running.ask("POST", "/v1/chat/completions", BODY, Authorization=None)
+        finally:
+            handle.remove()
+            running.close()
+    assert [one.get("probemon.cancelled", False) for one in received] == [True, False]
 
 
 def test_reloaded_file_applies_to_running_answers_from_their_next_token(parts):

@@ -325,6 +325,24 @@ def test_breaker_metric_is_one_while_the_breaker_is_open(model, pack):
     assert of(found, "probemon_failures_total") == run.n_failures == 1
 
 
+def test_wait_for_a_judge_is_no_time_of_hooks(model, pack):
+    def judge(question):
+        time.sleep(0.4)
+        return "pass"
+
+    metrics = fresh()
+    with DynamicProbeManager(pack).attach(model, make_tokenizer(), followers=[metrics]) as run:
+        run.on("c1", above=0.0, action=Escalate(judge, within=20, meanwhile="hold", on_failure="stop"))
+        generate(model)
+    found = read(metrics)
+    inside, whole = (
+        of(found, f"probemon_{name}") for name in ("forward_overhead_seconds_sum", "watched_seconds_total")
+    )
+    assert sum(run.forward_seconds) > 0.4 and sum(run.forward_seconds) - inside == pytest.approx(0.4, abs=0.1)
+    assert 0 < inside < whole
+    assert of(found, "probemon_forward_overhead_seconds_bucket", le="5.0") == 6
+
+
 def test_drift_alarms_are_counted_by_kind(pack, tmp_path):
     manager, host, metrics = DynamicProbeManager(pack), make_model(), fresh()
 

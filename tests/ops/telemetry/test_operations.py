@@ -98,6 +98,6 @@ def test_every_expression_has_data_from_a_real_run(tmp_path):
         for text in texts:
             text = text.replace("$__rate_interval", "10s").replace("[1h]", "[10s]")
             assert prometheus.vector(text.replace("$job", "probemon").replace("$instance", ".*"), seconds=20)
-        for rule in RULES:  # no error, and of runs that are well no alert, but of time, which other work may take
+        for rule in RULES:  # no error, and no alert, but of the hooks, which take longer than so small a model
             seconds = 0 if rule["alert"] == "ProbemonOverBudget" else 20
             assert prometheus.is_empty(rule["expr"], seconds) or not seconds, rule["alert"]

@@ -7,11 +7,13 @@ import subprocess
 import sys
 import threading
 import time
+import warnings
 from collections import Counter
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import pytest
 import torch
+from opentelemetry._logs import SeverityNumber
 from opentelemetry.proto.collector.logs.v1.logs_service_pb2 import ExportLogsServiceRequest
 from opentelemetry.sdk._logs import LoggerProvider
 from opentelemetry.sdk._logs.export import InMemoryLogRecordExporter, SimpleLogRecordProcessor
@@ -19,7 +21,7 @@ from opentelemetry.sdk.trace import TracerProvider
 from transformers import DynamicCache, GenerationConfig
 
 from blinded import Blinded
-from conftest import OLDEST, PAD, make_pack
+from conftest import OLDEST, PAD, make_model, make_pack
 from corpora import make_tokenizer
 from local_servers import answering, nobody, silent
 from probemon import DynamicProbeManager
@@ -100,7 +102,8 @@ def test_no_prompt_text_or_token_id_is_sent(model, pack, memory):
     written = {int(token) for token in out[0] if int(token) > 13}
     assert len(told) == 41 and {event.token_id for event in run.events} & written
     for one in told[:-1]:
-        assert not one.body and not written & {value for value in one.attributes.values() if isinstance(value, int)}
+        assert one.body == one.attributes["gen_ai.evaluation.explanation"]
+        assert not written & {value for value in one.attributes.values() if isinstance(value, int)}
         assert set(one.attributes) == OF_EVENTS
     assert told[-1].attributes["probemon.fired"] == tuple(sorted(f"c{i}" for i in range(40)))
 
@@ -256,6 +259,79 @@ def test_verdict_is_a_separate_event_without_the_judges_words(model, pack, memor
     known = run.events[0].verdict
     expected = {"probemon.verdict.ruling": known.ruling, "probemon.verdict.seconds": known.seconds}
     assert of_verdict == expected | ({"probemon.verdict.failure": failure} if failure else {})
+
+
+@pytest.mark.filterwarnings("ignore:.* generated tokens have no scores")
+@pytest.mark.parametrize(
+    ("fields", "severities"),
+    [
+        ({"action": "record"}, ["INFO", "INFO"]),
+        ({"action": print}, ["INFO", "INFO"]),
+        ({"action": "stop"}, ["WARN", "INFO"]),
+        ({"action": "raise"}, ["ERROR", "ERROR"]),
+        ({"above": 0.9999999, "on_blind": "record"}, ["WARN", "WARN"]),
+        ({"action": Escalate(lambda question: "pass", 20, "hold", "stop")}, ["INFO", "INFO", "INFO"]),
+        ({"action": Escalate(lambda question: "stop", 20, "hold", "stop")}, ["INFO", "WARN", "INFO"]),
+        ({"action": Escalate(lambda question: "?", 20, "hold", "pass")}, ["INFO", "WARN", "INFO"]),
+    ],
+    ids=["record", "call", "stop", "raise", "blind", "judged: pass", "judged: stop", "judge failed"],
+)
+def test_severity_is_that_of_what_follows(model, pack, memory, fields, severities):
+    provider, records = memory
+    with warnings.catch_warnings(), suppress(ConceptRaised):
+        warnings.filterwarnings("ignore", ".* to judges had no answer")
+        with DynamicProbeManager(pack).attach(model, make_tokenizer(), on_gap="report") as run:
+            run.on("c1", **{"above": 0.0, **fields})
+            run.follow(OpenTelemetryEvents(provider=provider))
+            with Blinded(model, lost={2} if "on_blind" in fields else ()):
+                model.generate(PROMPTS[1:], **GREEDY)
+    assert [one.severity_text for one in records()] == severities
+    assert [one.severity_number.name for one in records()] == severities
+    assert SeverityNumber.INFO.value < SeverityNumber.WARN.value < SeverityNumber.ERROR.value
+
+
+def test_model_is_named_without_its_folder_and_a_cancelled_generation_is_marked(pack, memory, tmp_path):
+    provider, records = memory
+    model, name = make_model(), "organisation/model"
+    for path in (name, str(tmp_path / "model"), ""):
+        model.config.name_or_path = path
+        with DynamicProbeManager(pack).attach(model) as run:
+            run.follow(OpenTelemetryEvents(provider=provider))
+            if not path:
+                run.follow(lambda placed, scores, run=run: run.stop_mine(cancelled=True))
+            model.generate(PROMPTS[1:], **GREEDY)
+    told = [(one.attributes.get("gen_ai.request.model"), one.attributes.get("probemon.cancelled")) for one in records()]
+    assert told == [(name, None), ("model", None), (None, True)]
+
+
+@pytest.mark.parametrize(
+    ("environment", "name"),
+    [
+        ({}, "probemon"),
+        ({"OTEL_SERVICE_NAME": "chats"}, "chats"),
+        ({"OTEL_RESOURCE_ATTRIBUTES": "service.name=other,service.version=2"}, "other"),
+        ({"OTEL_RESOURCE_ATTRIBUTES": "deployment.environment.name=test"}, "probemon"),
+    ],
+)
+def test_service_is_called_probemon_unless_the_environment_says_otherwise(monkeypatch, environment, name):
+    resources = []
+
+    def take(path, headers, body):
+        resources.extend(one.resource for one in ExportLogsServiceRequest.FromString(body).resource_logs)
+        return 200, "application/x-protobuf", b""
+
+    for variable in ("OTEL_SERVICE_NAME", "OTEL_RESOURCE_ATTRIBUTES"):
+        monkeypatch.delenv(variable, raising=False)
+    for variable, value in environment.items():
+        monkeypatch.setenv(variable, value)
+    with answering(take) as address, OpenTelemetryEvents(endpoint=address) as events:
+        events.emit({}, in_span=True)
+        events.close()
+        events.open()
+    [resource] = resources
+    found = {one.key: one.value.string_value for one in resource.attributes}
+    assert found["service.name"] == name and found["telemetry.sdk.language"] == "python"
+    assert ("deployment.environment.name" in found) == ("environment.name" in str(environment))
 
 
 def test_emit_without_span_ignores_the_current_span(memory, tracer):

@@ -18,7 +18,7 @@ from test_engine_watch import HOST, SITES, states_of
 import grouped_packs
 from probemon import KeepStates, ProbePack, function_probe
 from probemon.core.scores import GENERATED, PROMPT
-from probemon.errors import AlignmentError, ConfigError
+from probemon.errors import AlignmentError, ConfigError, DeploymentError
 from probemon.monitor.followers import Follower
 from probemon.monitor.sinks import MemorySink
 from probemon.ops.vllm.channel import Channel
@@ -588,6 +588,13 @@ def test_engine_gets_the_stop_processor_only_if_a_rule_stops(folder, tmp_path, a
     with VllmClient(deployment_of(folder, tmp_path, action)) as client:
         assert client.settings.stop == stops
         assert client.engine_arguments().get("logits_processors") == ([STOP_ROWS] if stops else None)
+
+
+def test_drift_of_a_deployment_is_refused_by_name(folder, tmp_path):
+    file = deployment_of(folder, tmp_path, "record")
+    file.write_text(file.read_text() + "drift: {}\n")
+    with pytest.raises(DeploymentError, match=r"watch.yaml, line 4: drift: inside vLLM nothing compares"):
+        VllmClient(file)
 
 
 def test_held_answer_ends_before_the_token_that_met_the_rule(folder, tmp_path):

@@ -161,10 +161,14 @@ def recipe_traps(found: dict[str, Any]) -> list[str]:
 
 
 def recipe_refusals(found: dict[str, Any]) -> list[str]:
-    """What is refused, and by which error."""
-    lines = ["| recipe | host | the error |", "|---|---|---|"]
-    refused = [row for row in found["rows"] if row["verdict"] == "refused"]
-    return lines + [f"| {row['name']} | {row['host']} | {reason_of(row['value'])} |" for row in refused]
+    """What is refused on which hosts, and by whom."""
+    hosts: dict[tuple[str, str], list[str]] = {}
+    for row in found["rows"]:
+        if row["verdict"] == "refused":
+            who = "probemon" if row["value"].startswith("NotSupportedDecoding") else "transformers"
+            hosts.setdefault((row["name"], who), []).append(row["host"])
+    lines = ["| recipe | refused by | models |", "|---|---|---|"]
+    return lines + [f"| {name} | {who} | {', '.join(models)} |" for (name, who), models in hosts.items()]
 
 
 def _by_recipe(rows: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:

@@ -64,7 +64,7 @@ class Told:
             **({} if part is None else {"part": part}),
             "top": self._top(probes, values, strengths),
             "fired": fired.tolist(),
-            "strengths": [_strength(value) for value in strengths[np.isin(probes, fired)]],
+            "strengths": [_strength(value) for value in strengths[np.searchsorted(probes, fired)].tolist()],
             "n_active": int(scores.coverage.active[i]),
             **{f"n_{name}": int(getattr(scores.coverage, name)[i]) for name in ("dropped", "excluded", "shed")},
             "unseen": scores.coverage.unseen[i] or None,

@@ -20,6 +20,7 @@ from deployed import GREEDY, PROMPT, text_of, with_pack, written
 from fuzzed_deployments import at_random
 from probemon import DynamicProbeManager, JsonLinesSink
 from probemon.errors import ConfigError, DeploymentError, ModelMismatch, PackError, ProbemonError
+from probemon.ops.budget import Budget
 from probemon.ops.deployment.cost import cost_of
 from probemon.ops.deployment.deployment import Deployment, schema
 from probemon.ops.judges.escalation import Escalate
@@ -231,6 +232,13 @@ def test_deployment_error_names_its_line(folder, old, new, line, said):
         deployment.check_parts(pack)
     if "not YAML: month" not in said:
         assert f"watch.yaml, line {line}" in str(raised.value), raised.value
+
+
+@pytest.mark.parametrize("budget", [{"ms": 2.5}, {"share": 0.1}, {"ms": 2.5, "share": 0.1}])
+def test_budget_of_a_file_is_that_of_its_runs(folder, budget):
+    text = text_of(folder).replace("audit_rate: 1", f"budget: {json.dumps(budget)}")
+    run = DynamicProbeManager.from_deployment(written(folder, text)).attach(make_model())
+    assert repr(run.follower(Budget)) == repr(Budget(**budget))
 
 
 LONG = 5000 * "x"

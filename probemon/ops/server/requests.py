@@ -148,6 +148,11 @@ class Request(_Body):
     store: Annotated[Any, Only(False)] = None
     service_tier: Annotated[Any, Only("auto", "default")] = None
     response_format: Annotated[Any, Only({"type": "text"})] = None
+    tool_choice: Annotated[Any, Only("auto", "none")] = None
+    parallel_tool_calls: Annotated[Any, Only(True)] = None
+    modalities: Annotated[Any, Only(["text"])] = None
+    best_of: Annotated[Any, Only(1)] = None
+    suffix: Annotated[Any, Only("")] = None
 
     _options: Mapping[str, Any] = PrivateAttr(default_factory=dict)
 
@@ -167,16 +172,6 @@ class Request(_Body):
     def prompts(self) -> tuple[str | tuple[int, ...], ...]:
         """The prompts of a completion."""
         return ()
-
-    @property
-    def offered_tools(self) -> Sequence[Mapping[str, Any]] | None:
-        """The tools that the chat template gets."""
-        return None
-
-    @property
-    def template_options(self) -> Mapping[str, Any]:
-        """What the chat template reads besides."""
-        return {}
 
     @property
     def wanted_tokens(self) -> int | None:
@@ -250,16 +245,12 @@ class ChatRequest(Request):
     logprobs: bool = False
     top_logprobs: Annotated[int, Field(ge=0, le=_MOST_TOP)] | None = None
 
-    tool_choice: Annotated[Any, Only("auto", "none")] = None
-    parallel_tool_calls: Annotated[Any, Only(True)] = None
-    modalities: Annotated[Any, Only(["text"])] = None
-
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
         old, new = self.max_tokens, self.max_completion_tokens
         if old is not None and new is not None and old != new:
             raise refused(f"is {old} and max_completion_tokens {new}: give one of them", ".max_tokens")
-        if self.top_logprobs is not None and not self.logprobs:
+        if self.top_logprobs and not self.logprobs:
             raise refused("needs logprobs: give logprobs=true too, or leave it out", ".top_logprobs")
         if self.continue_final_message:
             last = self.messages[-1]
@@ -282,11 +273,6 @@ class ChatRequest(Request):
         return None if self.tool_choice == "none" else self.tools or None
 
     @property
-    def template_options(self) -> Mapping[str, Any]:
-        """What the chat template reads besides."""
-        return self.chat_template_kwargs
-
-    @property
     def wanted_tokens(self) -> int | None:
         """How many tokens the answer may have; None for as many as allowed."""
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
@@ -306,9 +292,6 @@ class CompletionRequest(Request):
     max_tokens: Annotated[int, Field(ge=0, le=MOST_COUNT)] | None = Field(None, description="0: only with echo")
     echo: bool = False
     logprobs: Annotated[int, Field(ge=0, le=_MOST_TOP)] | None = None
-
-    best_of: Annotated[Any, Only(1)] = None
-    suffix: Annotated[Any, Only("")] = None
 
     @model_validator(mode="after")
     def _fits_together(self, info: ValidationInfo) -> Self:

@@ -202,7 +202,7 @@ class Served:
                     tools=request.offered_tools,
                     add_generation_prompt=request.add_generation_prompt,
                     continue_final_message=request.continue_final_message,
-                    options=request.template_options,
+                    options=request.chat_template_kwargs,
                 )
                 return [chat.ids]
         except ChatRefused as error:

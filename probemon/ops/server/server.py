@@ -24,13 +24,15 @@ _NAME = re.compile(r"\[[0-9a-f:.]+\]|[a-z0-9._-]+")
 
 
 def check_extra() -> None:
-    """Raise `MissingExtra` without starlette or uvicorn."""
+    """Raise `MissingExtra` without starlette, uvicorn or pydantic."""
     try:
+        import pydantic
         import starlette
         import uvicorn  # noqa: F401
     except ImportError as error:
-        raise MissingExtra("probemon serve needs starlette and uvicorn: pip install 'probemon[serve]'") from error
-    del starlette
+        needed = "starlette, uvicorn and pydantic"
+        raise MissingExtra(f"probemon serve needs {needed}: pip install 'probemon[serve]'") from error
+    del pydantic, starlette
 
 
 def is_loopback(host: str) -> bool:

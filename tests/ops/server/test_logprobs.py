@@ -1,6 +1,7 @@
 """Log probabilities are those of one full forward: the model's own, whatever changes its logits before sampling."""
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 
 import pytest
@@ -59,6 +60,24 @@ def test_chat_has_the_models_own_log_probabilities_of_each_choice(server, served
             bytes(byte for entry in entries[choice] for byte in entry["bytes"]).decode(errors="replace")
             == (texts[choice])
         )
+
+
+def test_concurrent_answers_have_log_probabilities_of_their_own_forwards(server, served):
+    asked = [
+        {"messages": [{"role": "user", "content": word}], "presence_penalty": at / 2, "seed": at, "temperature": 1}
+        for at, word in enumerate(("Whales", "Ships and whales, and ships", "A", "Tell me more."))
+    ]
+
+    def ask(body):
+        body = {"model": "tiny", "max_tokens": 30, "logprobs": True, "top_logprobs": 1, "probemon": {}, **body}
+        answer = json.loads(server.ask("POST", "/v1/chat/completions", body).content)
+        assert "choices" in answer, answer
+        return answer["choices"][0]
+
+    with ThreadPoolExecutor(len(asked)) as pool:
+        for body, choice in zip(asked, pool.map(ask, asked), strict=True):
+            before, written = prompt_ids(served, body["messages"]), written_ids(choice["message"])
+            assert_chat_entries_are(served, choice["logprobs"]["content"], before, written, 1)
 
 
 def test_answers_without_logprobs_compute_none(server, served, monkeypatch):

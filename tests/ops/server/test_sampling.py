@@ -6,7 +6,7 @@ from collections import Counter
 import openai
 import pytest
 import torch
-from test_answers import CHAT, collected, generated, prompt_ids, stream, text_of
+from test_answers import CHAT, collected, generated, prompt_ids, text_of
 
 N = 12
 
@@ -136,13 +136,3 @@ def test_ids_that_the_model_does_not_have_are_refused(server, served, name):
     answer = server.ask("POST", "/v1/completions", body)
     error = json.loads(answer.content)["error"]
     assert answer.status == 400 and error["param"] == name and str(served.n_ids) in error["message"]
-
-
-def test_concurrent_answers_keep_their_own_penalties_and_log_probabilities(server, served):
-    one = stream(server, presence_penalty=2, frequency_penalty=2, logprobs=True, stream_options={"include_usage": True})
-    other = stream(server)
-    alone = plain_loop(served, prompt_ids(served), lambda counts: {i: -2 - 2 * n for i, n in counts.items()})
-    assert collected(other)[0] == text_of(
-        served, generated(served, prompt_ids(served), max_new_tokens=N, do_sample=False)
-    )
-    assert collected(one)[0] == text_of(served, alone)

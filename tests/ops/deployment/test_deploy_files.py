@@ -20,6 +20,7 @@ import yaml
 from probemon import bundled
 from probemon.cli import app as cli
 from probemon.ops.deployment.deployment import Deployment
+from probemon.ops.server.keys import read_keys
 from probemon.ops.server.server import all_names, is_loopback
 from test_locked_down_start import AS, NAMELESS, READ_ONLY, needs_mounts, needs_users, place  # noqa: F401
 
@@ -168,8 +169,8 @@ def test_compose_mounts_files_that_exist_at_the_paths_that_are_read():
     )
     (job,) = prometheus["scrape_configs"]
     assert job["job_name"] == "probemon" and set(prometheus["rule_files"]) <= targets
-    assert job["authorization"] == {"credentials_file": str(KEY_FILE["compose.yaml"])}
-    assert SERVICES["prometheus"]["secrets"] == SERVICES["probemon"]["secrets"]
+    (secret,) = SERVICES["prometheus"]["secrets"]
+    assert job["authorization"] == {"credentials_file": f"/run/secrets/{secret}"}
     assert job["static_configs"] == [{"targets": [f"probemon:{PORT}"]}]
     assert source["url"] == "http://prometheus:9090" and source["type"] == "prometheus" and source["isDefault"]
     (provider,) = yaml.safe_load(read("grafana-dashboards.yml"))["providers"]
@@ -177,10 +178,21 @@ def test_compose_mounts_files_that_exist_at_the_paths_that_are_read():
     assert SERVICES["grafana"]["environment"]["GF_SECURITY_ADMIN_PASSWORD__FILE"] == "/run/secrets/grafana-password"
 
 
+def test_commands_of_compose_make_a_file_of_keys_of_which_prometheus_has_the_one_for_metrics(tmp_path):
+    commands = [line[4:] for line in read("compose.yaml").splitlines() if line.startswith("#   ")]
+    assert commands.pop() == "docker compose up --build"
+    subprocess.run(["bash", "-euc", "\n".join(commands)], cwd=tmp_path, check=True)
+    secrets = {file.name: file.read_text() for file in (tmp_path / "secrets").iterdir()}
+    assert {f"./secrets/{name}" for name in secrets} >= {one["file"] for one in COMPOSE["secrets"].values()}
+    client, prometheus = read_keys(secrets["keys"], "keys")
+    assert (prometheus.secret, prometheus.roles) == (secrets["metrics-key"].strip(), {"metrics"})
+    assert (client.secret, client.roles) == (secrets["client-key"].strip(), {"admin"})
+
+
 @pytest.mark.skipif(shutil.which("promtool") is None, reason="prometheus is not installed")
 def test_prometheus_accepts_its_file(tmp_path):
     (tmp_path / "key").write_text("0123456789abcdef")
-    text = read("prometheus.yml").replace("/run/secrets/api-key", str(tmp_path / "key"))
+    text = read("prometheus.yml").replace("/run/secrets/metrics-key", str(tmp_path / "key"))
     (tmp_path / "prometheus.yml").write_text(text.replace("/etc/prometheus", str(ROOT / "docs/operations")))
     done = subprocess.run(["promtool", "check", "config", tmp_path / "prometheus.yml"], capture_output=True, text=True)
     assert done.returncode == 0 and "rules found" in done.stdout, done.stderr

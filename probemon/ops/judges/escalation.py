@@ -34,6 +34,7 @@ class Question:
     - `ids`, `text`: the end of its sequence, up to that token; "" without a tokenizer
     - `within`: seconds to answer
     - `n_missing`: earlier tokens that are unknown, since they came in a cache
+    - `plain_text`: `text` without special tokens, which another model would read as the end of a turn; None: as `text`
     """
 
     event: Event
@@ -41,6 +42,7 @@ class Question:
     text: str
     within: float
     n_missing: int = 0
+    plain_text: str | None = None
 
 
 Judge = Callable[[Question], str | tuple[str, str]]

@@ -53,8 +53,12 @@ class _Open:
 
     def _ask(self) -> Any:
         tokenizer = self._run.publisher.tokenizer
-        text = "" if tokenizer is None else tokenizer.decode([token for token in self._ids if token != NO_ID])
-        return self.escalate.judge(Question(self.event, self._ids, text, self.escalate.within, self._n_missing))
+        known = [token for token in self._ids if token != NO_ID]
+        text, plain_text = (
+            "" if tokenizer is None else tokenizer.decode(known, skip_special_tokens=plain) for plain in (False, True)
+        )
+        within, n_missing = self.escalate.within, self._n_missing
+        return self.escalate.judge(Question(self.event, self._ids, text, within, n_missing, plain_text))
 
     def _join(self, verdict: Verdict) -> None:
         before, self.event = self.event, replace(self.event, verdict=verdict)

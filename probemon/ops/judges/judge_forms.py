@@ -108,7 +108,8 @@ class Form:
 def _subject(question: Question) -> dict[str, Any]:
     """Return what a judge is told."""
     event = question.event
-    subject: dict[str, Any] = {"concept": event.name, "path": list(event.path), "text": question.text}
+    text = question.text if question.plain_text is None else question.plain_text
+    subject: dict[str, Any] = {"concept": event.name, "path": list(event.path), "text": text}
     if question.n_missing:
         subject["tokens_missing_before"] = question.n_missing
     if event.blind:

@@ -463,6 +463,8 @@ def test_judge_is_asked_for_every_answer_and_can_stop_it(parts):
     status, failed = answers["mute"]
     assert status == 500 and "ConceptRaised" in failed["error"]["message"]
     assert len(asked) == 4 and {question["concept"] for question in asked} == {"concept 1"}
+    # The turns are told apart by words: a control token of the judge's model would end its own turn.
+    assert all("user\nHi\nassistant\n" in one["text"] and "<|im_" not in one["text"] for one in asked)
 
 
 @pytest.mark.filterwarnings("ignore:.* to judges had no answer that counts")

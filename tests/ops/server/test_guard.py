@@ -17,6 +17,7 @@ ROUTES = [
     ("GET", "/v1/probemon/requests"),
     ("GET", "/v1/probemon/requests/x"),
     ("GET", "/metrics"),
+    ("GET", "/openapi.json"),
     ("GET", "/nowhere"),
     ("DELETE", "/v1/models/tiny"),
 ]

@@ -22,6 +22,7 @@ ROUTES = [
     ("DELETE", "/v1/probemon/requests/x"),
     ("POST", "/v1/probemon/reload"),
     ("GET", "/metrics"),
+    ("GET", "/openapi.json"),
     ("GET", "/nowhere"),
     ("DELETE", "/v1/models/tiny"),
 ]

@@ -155,6 +155,22 @@ def test_log_probabilities_end_with_the_text_that_is_shown(server, served, hold)
         assert_chat_entries_are(served, choice["logprobs"]["content"], prompt_ids(served), written, 0)
 
 
+@pytest.mark.parametrize("streamed", [False, True])
+def test_places_of_tokens_end_with_a_text_that_a_stop_string_cuts(server, served, streamed):
+    ids = served.tokenizer(PROMPTS[1])["input_ids"]
+    whole = text_of(served, generated(served, ids, max_new_tokens=12, do_sample=False))
+    stop = whole[len(whole) // 3 : len(whole) // 3 + 25]
+    asked = {"model": "tiny", "prompt": PROMPTS[1], "max_tokens": 12, "temperature": 0, "logprobs": 1, "stop": stop}
+    made = server.client.completions.create(**asked, stream=streamed)
+    offsets, text = [], ""
+    for part in made if streamed else [made]:
+        [choice] = part.choices
+        text += choice.text
+        offsets += choice.logprobs.text_offset if choice.logprobs else []
+        assert all(one <= len(text) for one in offsets)  # what is not sent yet may still be cut
+    assert text == whole[: whole.index(stop)] and offsets[-1] == len(text) and offsets == sorted(offsets)
+
+
 def test_bytes_of_a_part_of_a_character_are_told_if_the_tokenizer_tells_them(served):
     text = "a\U0001f600\u00e9 \n"
     ids = served.tokenizer(text)["input_ids"]

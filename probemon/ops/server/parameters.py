@@ -25,7 +25,9 @@ REMEDIES = {
     "function_call": "give tool_choice",
     "prompt_logprobs": "ask /v1/completions with echo and logprobs",
     **dict.fromkeys(("response_format", "structured_outputs", "guided_json", "guided_regex", "guided_choice"), _VLLM),
-    **dict.fromkeys(("tool_choice", "parallel_tool_calls", "modalities", "audio", "best_of"), _VLLM),
+    **dict.fromkeys(("tool_choice", "parallel_tool_calls"), _VLLM),
+    **dict.fromkeys(("modalities", "audio"), "answers are texts"),
+    "best_of": "give n, and choose among the answers",
 }
 # By route of OpenAI's API or vLLM's.
 _OTHER_ROUTES = ("responses", "embeddings", "moderations", "audio", "images", "score", "rerank", "messages", "tokenize")
@@ -41,7 +43,7 @@ def route_remedy(path: str) -> str:
     name = path.removeprefix("/v1/").partition("/")[0]
     if name not in _OTHER_ROUTES:
         return ""
-    has = "no server of probemon moderates" if name == "moderations" else _VLLM
+    has = "no server of probemon has it" if name in ("moderations", "images") else _VLLM
     return f" ({has}; this one has /v1/chat/completions and /v1/completions)"
 
 

@@ -1,5 +1,5 @@
 """Log probabilities of tokens, as the model gives them: log-softmax in fp32 of its logits, before penalties, biases,
-temperature and filters change them. OpenAI and vLLM (`raw_logprobs`) report the same.
+temperature and filters change them. vLLM reports the same by default (`raw_logprobs`).
 
 logprobs = Logprobs(prompt_ids, n_top=5, prompt=True)
 with logprobs.following(model):         # keeps the logits of this thread's forwards

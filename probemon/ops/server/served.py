@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from inspect import signature
@@ -204,9 +204,27 @@ class Served:
                     continue_final_message=request.continue_final_message,
                     options=request.chat_template_kwargs,
                 )
-                return [chat.ids]
+            if request.continue_final_message:
+                self._check_no_open_reasoning(request.said, chat.ids)
+            return [chat.ids]
         except ChatRefused as error:
             raise RequestRefused(f"{self.name}: {error}", error.param) from error
+
+    def _check_no_open_reasoning(self, messages: Sequence[Mapping[str, Any]], ids: Sequence[int]) -> None:
+        """Refuse to continue reasoning that began before a prompt's end, where its mark may be a quoted one."""
+        if self.marks is None or self.marks.opened_by(ids):
+            return
+        content = messages[-1]["content"]
+        texts = [content] if isinstance(content, str) else [part.get("text", "") for part in content]
+        with self._encoding:
+            said = ids_of(self.tokenizer, "".join(texts))
+        if self.marks.parts(said, is_open=False)[1]:
+            at = f"messages[{len(messages) - 1}].content"
+            raise RequestRefused(
+                f"{at} ends inside reasoning, which would be told as the reply: end the reasoning in it, or let the"
+                " content end with the mark that begins it",
+                at,
+            )
 
     def _check_no_control(self, param: str, value: Any) -> None:
         """Refuse texts that would be read as several turns."""

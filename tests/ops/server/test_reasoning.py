@@ -115,6 +115,28 @@ def test_prompt_that_begins_reasoning_is_answered_with_reasoning(thinking, strea
     assert told["tokens"][0]["part"] == "reasoning"
 
 
+@pytest.mark.parametrize(
+    "content, why",
+    [
+        ("<think>\nAh, whales and their songs of the deep", "ends inside reasoning"),
+        ("<think>Ah.</think>Well, <think>no, not that one after all", "ends inside reasoning"),
+        ("<think>Ah.</think>They are", None),
+        ("They are mammals. <think>", None),
+    ],
+)
+def test_continued_message_inside_reasoning_is_refused_unless_it_ends_with_the_mark(thinking, content, why):
+    messages = [*CHAT, {"role": "assistant", "content": content}]
+    goes_on = {"add_generation_prompt": False, "continue_final_message": True, "probemon": {}}
+    body = {"model": "tiny", "messages": messages, "max_tokens": 4, "temperature": 0, **goes_on}
+    answer = thinking.ask("POST", "/v1/chat/completions", body)
+    if why is not None:
+        error = json.loads(answer.content)["error"]
+        assert answer.status == 400 and error["param"] == "messages[1].content" and why in error["message"]
+        return
+    tokens = json.loads(answer.content)["choices"][0]["message"]["probemon"]["tokens"]
+    assert [token.get("part") for token in tokens] == 4 * ["reasoning" if content.endswith("<think>") else None]
+
+
 def test_options_and_earlier_reasoning_reach_the_chat_template(thinking):
     messages = [*CHAT, {"role": "assistant", "content": "Sing.", "reasoning_content": "So."}, *CHAT]
     for options in ({}, {"enable_thinking": True}, {"enable_thinking": False}):

@@ -33,12 +33,13 @@ def hostile_server(folder):
     return server_with(folder, names)
 
 
-def server_with(folder, names):
-    """A server on a tiny host, with concepts of these names, called c0, c1 and so on. Close it."""
+def server_with(folder, names=(), lines=None, **changes):
+    """A server on a tiny host, with concepts of these names, called c0, c1 and so on, or of these lines. Close it."""
     tokenizer = demo_tokenizer()
     host = tiny_host(tokenizer)
     limits = Limits(max_tokens=60, kept_events=48, kept_requests=12)
-    pack = make_pack(folder, host, concepts=concepts_of(names), n=len(names))
+    lines = concepts_of(names) if lines is None else lines
+    pack = make_pack(folder, host, concepts=lines, n=len(lines), **changes)
     server = Running(Served("tiny", host, tokenizer, DynamicProbeManager(pack), limits), limits)
     server.host = host
     return server

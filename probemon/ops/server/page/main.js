@@ -142,6 +142,7 @@ const app = {
     $("sign-in-why").hidden = !why;
     $("sign-in-why").textContent = why;
     document.body.dataset.access = "none";
+    $("token").focus();
   },
   signedIn() {
     $("sign-in").hidden = true;

@@ -3,8 +3,8 @@
 
 import { $, el } from "./elements.js";
 import { plural } from "./words.js";
-import { colourOf } from "./branches.js";
 import { strengthAt, tint } from "./digest.js";
+import { swatch } from "./parts.js";
 import { nameOf, quoted, strengthOf, toldOf } from "./said.js";
 
 const opened = new WeakMap();
@@ -75,7 +75,6 @@ function rowNode(app, view, row) {
   const kinds = [
     "node",
     fires ? `fires t${tint(told)}` : known ? "fired" : "quiet",
-    known ? colourOf(pack, c) : "",
     view.concept === c ? "chosen" : "",
   ];
   const when = known ? `${quoted(choice.tokens[known.first])} ${choice.tokens[known.first].position}` : "";
@@ -94,6 +93,7 @@ function rowNode(app, view, row) {
     },
     el("span", { class: "twist", "aria-hidden": "true" }, row.leaf ? "" : row.open ? "▾" : "▸"),
     el("span", { class: "dot", "aria-hidden": "true" }, fires ? "●" : known ? "○" : "·"),
+    known ? swatch(pack, c) : "",
     el("bdi", { class: "name" }, nameOf(pack, c)),
     row.nQuiet > 0 &&
       el(

@@ -196,7 +196,7 @@ class Page:
         self.until(self.browser.settled)
 
     def press(self, key):
-        code, text = _KEYS[key]
+        code, text = _KEYS.get(key) or (ord(key), key)
         more = {"windowsVirtualKeyCode": code, "key": key, "code": key}
         self.call("Input.dispatchKeyEvent", type="keyDown", **more, **({"text": text} if text else {}))
         self.call("Input.dispatchKeyEvent", type="keyUp", **more)

@@ -33,12 +33,13 @@ def hostile_server(folder):
     return server_with(folder, names)
 
 
-def server_with(folder, names):
-    """A server on a tiny host, with concepts of these names, called c0, c1 and so on. Close it."""
+def server_with(folder, names=(), lines=None, **changes):
+    """A server on a tiny host, with concepts of these names, called c0, c1 and so on, or of these lines. Close it."""
     tokenizer = demo_tokenizer()
     host = tiny_host(tokenizer)
     limits = Limits(max_tokens=60, kept_events=48, kept_requests=12)
-    pack = make_pack(folder, host, concepts=concepts_of(names), n=len(names))
+    lines = concepts_of(names) if lines is None else lines
+    pack = make_pack(folder, host, concepts=lines, n=len(lines), **changes)
     server = Running(Served("tiny", host, tokenizer, DynamicProbeManager(pack), limits), limits)
     server.host = host
     return server
@@ -92,7 +93,7 @@ def visit(browser, running, place="", port=None, **window):
 
 
 def shown(page):
-    """Each token of the answer: its indices, its kinds, the number it begins with."""
+    """Each token of the answer: its indices, its kinds, the name over it."""
     return page(
         "[...document.querySelectorAll('#answer .tok')]"
         ".map((n) => [n.at, n.className.split(' '), n.dataset.mark ?? ''])"
@@ -114,37 +115,36 @@ def leaders_of(tokens, concepts):
     return leaders
 
 
+def name_over(concept):
+    """A concept's name as it stands over a token."""
+    name = harmless(concept["name"])
+    return name if len(concept["name"]) <= 40 else harmless(concept["name"][:40]) + "…"
+
+
 def assert_shows(page, running, name):
-    """The page's answer is the record's: text, which tokens are marked, where each concept begins, what is unseen."""
+    """The page's answer is the record's: text, which tokens are marked, where a name stands, what is unseen."""
     known = record(running, name)["choices"][0]
     concepts = running.get("/v1/probemon/pack")["concepts"]
     assert page(TEXT) == harmless(known.get("reasoning", "") + known["text"], "\n\t")
     leaders = leaders_of(known["tokens"], concepts)
-    order = list(dict.fromkeys(c for c in all_leaders(known["tokens"], concepts) if c is not None))
-    previous = None
+    previous, n_names = None, 0
     for at, kinds, mark in shown(page):
         if len(at) != 1:
             previous = ...  # of several
             continue
         token, leader = known["tokens"][at[0]], leaders[at[0]]
         assert ("unseen" in kinds) == bool(token["unseen"]), (at, kinds)
+        if any(event["position"] == token["position"] for event in known["events"]):
+            assert mark[:2] in ("▲ ", "■ ")
+            previous = ...
+            continue
         assert any(re.fullmatch(r"h\d", kind) for kind in kinds) == (leader is not None), (at, kinds)
-        if mark:
-            assert leader != previous and order[int(mark) - 1] == leader
+        if previous is not ...:
+            assert mark == ("" if leader in (None, previous) else name_over(concepts[leader])), (at, mark)
+            n_names += bool(mark)
         if token["text"].strip():
             previous = leader
-
-
-def all_leaders(tokens, concepts):
-    """The leading concepts in the order in which they get numbers: token by token, the strongest first."""
-
-    def above(c):
-        return {a for p in concepts[c]["parents"] for a in (p, *above(p))}
-
-    for token in tokens:
-        fired = set(token["fired"])
-        strength = dict(zip(token["fired"], token["strengths"], strict=True))
-        yield from sorted(fired - {a for c in fired for a in above(c)}, key=lambda c: (-strength.get(c, -1e9), c))
+    assert n_names or not any(token["fired"] for token in known["tokens"])
 
 
 def open_file(page, path):

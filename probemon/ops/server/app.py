@@ -30,6 +30,7 @@ from probemon.monitor.health import Health
 from probemon.ops.server.answering import Ending, Piece
 from probemon.ops.server.answers import Answers, error_object, failure_chunk, failure_object
 from probemon.ops.server.canary import ServedCanary
+from probemon.ops.server.concept_card import about_concept, find_index
 from probemon.ops.server.event_stream import EventStream, wait_for_disconnect
 from probemon.ops.server.generator import Failure, Generator, Job
 from probemon.ops.server.guard import Guard, check_may
@@ -70,7 +71,8 @@ class _Routes:
         process = process_metrics(served)
         self._generator = Generator(served, self._ring, self._records, limits, process)
         self._metrics = None if process is None else ServerMetrics(self._generator, self._ring, process)
-        self._pack = json.dumps(about_pack(served.manager.pack, served.name), allow_nan=False).encode()
+        about = {**about_pack(served.manager.pack, served.name), "max_tokens": limits.max_tokens}
+        self._pack = json.dumps(about, allow_nan=False).encode()
         self._page, self._created = page_files(), int(time.time())
         self._looking, self._looked_at, self._health = asyncio.Lock(), -math.inf, Health(())
 
@@ -82,6 +84,7 @@ class _Routes:
                 Route("/v1/models", self._models),
                 Route("/v1/models/{name:path}", self._model),
                 Route("/v1/probemon/pack", self._about_pack),
+                Route("/v1/probemon/concepts/{index}", self._about_concept),
                 Route("/v1/probemon/events", self._events),
                 Route("/v1/probemon/requests", self._list_requests),
                 Route("/v1/probemon/requests", self._delete_requests, methods=["DELETE"]),
@@ -164,6 +167,11 @@ class _Routes:
 
     async def _about_pack(self, http: HttpRequest) -> Response:
         return Response(self._pack, media_type="application/json", headers=self._by_boot)
+
+    async def _about_concept(self, http: HttpRequest) -> Response:
+        pack = self._served.manager.pack
+        index = find_index(http.path_params["index"], pack)
+        return JSONResponse(await asyncio.to_thread(about_concept, pack, index), headers=self._by_boot)
 
     async def _events(self, http: HttpRequest) -> Any:
         key = check_may(http.state, "ask", "read")

@@ -7,8 +7,11 @@ import { el } from "./elements.js";
  * no tip.
  */
 export function tips(tip, container, selector, describe) {
+  let shown = null;
   const show = (event) => {
     const node = event.target.closest(selector);
+    if (event.type === "pointermove" && node === shown) return;
+    shown = node;
     const lines = node ? describe(node) : [];
     tip.hidden = !lines.length;
     if (tip.hidden) return;
@@ -19,10 +22,11 @@ export function tips(tip, container, selector, describe) {
     const below = at.bottom + box.height + 10 < innerHeight;
     tip.style.top = `${below ? at.bottom + 6 : Math.max(4, at.top - box.height - 6)}px`;
   };
-  container.addEventListener("pointerover", show);
+  container.addEventListener("pointermove", show); // not pointerover, which comes when things move under the pointer
   container.addEventListener("focusin", show);
   for (const name of ["pointerleave", "focusout"])
     container.addEventListener(name, () => {
+      shown = null;
       tip.hidden = true;
     });
 }

@@ -14,6 +14,7 @@ ROUTES = [
     ("GET", "/v1/models"),
     ("GET", "/v1/models/tiny"),
     ("GET", "/v1/probemon/pack"),
+    ("GET", "/v1/probemon/concepts/0"),
     ("GET", "/v1/probemon/events"),
     ("GET", "/v1/probemon/requests"),
     ("GET", "/openapi.json"),
@@ -36,7 +37,9 @@ def ask(server, method, path, **headers):
 
 def test_tested_routes_are_all_routes(server):
     paths = {route.path for route in server.app._app.routes}
-    listed = {path.replace("/tiny", "/{name:path}").replace("/x", "/{name}") for _, path in ROUTES}
+    listed = {
+        path.replace("/tiny", "/{name:path}").replace("/x", "/{name}").replace("/0", "/{index}") for _, path in ROUTES
+    }
     assert paths <= listed | {"/", "/page/{name}", "/healthz", "/readyz"}
 
 

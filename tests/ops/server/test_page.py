@@ -8,7 +8,19 @@ import time
 
 from probemon.util.harmless_text import harmless
 from running_server import Running, thinking_served
-from served_page import ENDED, READY, ask, assert_shows, concepts_of, leaders_of, open_file, record, shown, visit
+from served_page import (
+    ENDED,
+    READY,
+    ask,
+    assert_shows,
+    concepts_of,
+    leaders_of,
+    name_over,
+    open_file,
+    record,
+    shown,
+    visit,
+)
 
 ANSWER = "new URLSearchParams(location.hash.slice(1)).get('answer')"
 
@@ -33,10 +45,11 @@ def test_demo_command_and_a_typed_question_show_coloured_tokens(page_browser):
         page.until("document.querySelector('#answer .tok[data-mark]') !== null")
         page.until(ENDED)
         concepts = page("[...document.querySelectorAll('#now-rows .concept bdi')].map((n) => n.textContent)")
-        assert "mammal" in concepts and page("document.querySelector('#now-rows .more').textContent").endswith("right")
+        assert "mammal" in concepts
+        assert page("document.querySelector('#now-rows .where').textContent").endswith("times in 100")
         open_path = page("[...document.querySelectorAll('#tree .node .name')].map((n) => n.textContent)")
         assert open_path[:5] == ["whole", "living thing", "animal", "vertebrate", "mammal"]
-        assert page("document.getElementById('answer-coverage').textContent").startswith("11 tokens seen, 1 unseen")
+        assert "11 of 12 tokens checked" in page("document.getElementById('answer-coverage').textContent")
         assert page_browser.complaints == []
     finally:
         page_browser.close_pages()
@@ -61,7 +74,7 @@ def test_tokens_are_marked_as_recorded_and_panels_describe_the_pinned_one(page_b
     leader = leaders_of(known["tokens"], concepts)[at]
     _, score, strength = next(top for top in known["tokens"][at]["top"] if top[0] == leader)
     row = page("[...document.querySelectorAll('#now-rows .leader')][0].textContent")
-    assert harmless(concepts[leader]["name"])[:80] in row and f"{strength:+.1f}".replace("-", "−") in row
+    assert harmless(concepts[leader]["name"])[:80] in row and f", {strength:.1f}" in row
     tip = page("document.querySelector('#now-rows .concept').title")
     assert f"score {score:.3f}" in tip or score < 0.01
     fires = page("[...document.querySelectorAll('#tree .node.fires')].map((n) => n.row.c)")
@@ -85,7 +98,7 @@ def test_page_stays_with_its_own_conversation_and_says_whose_another_is(page_bro
     first = typed("Sing of whales")
     assert page(heads) == ["You"]
     other = ask(page_server, "SECRET of another program")
-    page.until("document.getElementById('follow').textContent.startsWith('1 request of other programs')")
+    page.until("document.getElementById('follow').textContent.includes('(1 by other programs)')")
     assert page(ANSWER) == first and "SECRET" not in page(shown)
     second = typed("And sharks?")  # goes on with its own
     asked = [message["content"] for message in page_server.get(f"/v1/probemon/requests/{second}")["messages"]]
@@ -144,8 +157,8 @@ def test_page_does_not_depend_on_the_clients_top_k(page_browser, page_server):
         page = visit(page_browser, page_server, f"#answer={ask(page_server, 'whales', top_k=top_k)}")
         page.until(ENDED)
         said[top_k] = page("document.getElementById('now-rows').innerText + document.getElementById('lanes').innerText")
-    assert "strongest at" in said[40] and said[1] == said[40] and "fires" not in said[0]
-    numbers = {top_k: re.findall(r"[+−]\d+\.\d|\(\d+\)", text) for top_k, text in said.items()}
+    assert "strongest" in said[40] and said[1] == said[40]
+    numbers = {top_k: re.findall(r", \d+\.\d|\d+ tokens", text) for top_k, text in said.items()}
     assert numbers[0] == numbers[40] != []
 
 
@@ -158,14 +171,12 @@ def test_unrequested_concepts_are_not_shown_as_silent(page_browser, page_server)
     page = visit(page_browser, page_server, f"#answer={quiet}")
     page.until(ENDED)
     told = f"the client asked only for {silent}"
-    nothing = f"No requested concept was over its threshold ({told})."
+    nothing = f"No requested concept fired ({told})."
     assert nothing in page("document.getElementById('now-rows').innerText")
     assert page("document.getElementById('answer-coverage').innerText").endswith(told)
     assert "that did not fire (only requested ones are reported)" in page("document.getElementById('tree').innerText")
     page.point("document.querySelector('#answer .tok')")
-    page.until(
-        "document.getElementById('now-rows').innerText.includes('No requested concept is over its threshold at')"
-    )
+    page.until("document.getElementById('now-rows').innerText.includes('No requested concept fires at this token')")
 
 
 def test_missing_tokens_are_reported_and_a_forgotten_request_is_shown_as_over(page_browser, page_server):
@@ -193,7 +204,7 @@ def test_missing_tokens_are_reported_and_a_forgotten_request_is_shown_as_over(pa
     open_ended = holed | {"summary": None}
     assert [page(missing.format(json.dumps(one))) for one in (holed, cut, open_ended)] == [3, 2, 3]
     view = {"choice": holed, "pack": {"concepts": []}, "upto": len(holed["tokens"]) - 1, "run": {}}
-    said = page(f"import('/page/now.js').then(({{ coverageOf }}) => coverageOf({json.dumps(view)}))")
+    said = page(f"import('/page/coverage.js').then(({{ coverageOf }}) => coverageOf({json.dumps(view)}))")
     assert said.startswith("3 tokens did not reach this page: nothing is known about them here · ")
     over = page(
         """import('/page/state.js').then(({ apply, isRunning, mergeList, newState }) => {
@@ -210,7 +221,7 @@ def test_answer_without_scored_tokens_is_not_shown_as_quiet(page_browser, page_s
     name = ask(page_server, "whales", max_tokens=1)  # the last token is never run by the host
     page = visit(page_browser, page_server, f"#answer={name}")
     page.until(ENDED)
-    assert "No token of the answer was scored" in page("document.getElementById('now-rows').innerText")
+    assert "No token of the answer was checked" in page("document.getElementById('now-rows').innerText")
 
 
 def test_each_choice_of_a_request_shows_its_own_ending(page_browser, page_server):
@@ -244,16 +255,17 @@ def test_dropped_shed_and_excluded_counts_are_shown_up_to_the_token(page_browser
     names = ("n_active", "n_dropped", "n_excluded", "n_shed")
     tokens = [dict(zip(names, of_token, strict=True)) | {"unseen": None} for of_token in counts]
     page = visit(page_browser, page_server)
+    concepts = [{"threshold": 0.5}] * 40
+    view = {"choice": {"tokens": tokens}, "pack": {"concepts": concepts}, "run": {}}
+    scored = "7 of 40 concepts scored per token, narrow ones only as needed"
     for upto, expected in (
-        (0, "1 token seen, 0 unseen · 7 of 40 probes active per token · 3 scores dropped by a limit or late"),
-        (2, "3 tokens seen, 0 unseen · 7 of 40 probes active per token · 7 scores dropped by a limit or late"),
+        (0, f"1 of 1 token checked · {scored} · 3 scores missing: late, or over a limit"),
+        (2, f"3 of 3 tokens checked · {scored} · 7 scores missing: late, or over a limit"),
     ):
-        concepts = [{"threshold": 0.5}] * 38 + [{"threshold": 1}, {"threshold": None}]
-        view = {"choice": {"tokens": tokens}, "pack": {"concepts": concepts}, "upto": upto, "run": {}}
-        said = page(f"import('/page/now.js').then(({{ coverageOf }}) => coverageOf({json.dumps(view)}))")
-        shed = "the latency budget left out probes at 1 token · " if upto else ""
-        mute = "2 concepts can never fire (threshold 1 or not set)"
-        assert said == f"{expected} · {shed}2 excluded per token · {mute}"
+        told = json.dumps(view | {"upto": upto})
+        said = page(f"import('/page/coverage.js').then(({{ coverageOf }}) => coverageOf({told}))")
+        shed = " · concepts left out at 1 token to save time" if upto else ""
+        assert said == f"{expected}{shed} · 2 left out per token by the server's settings"
 
 
 def test_link_to_token_and_concept_shows_only_these(page_browser, page_server):
@@ -314,7 +326,7 @@ def test_tokens_lanes_and_tree_are_navigated_by_keyboard_and_pointer(page_browse
     for kind in ("mouseMoved", "mousePressed", "mouseReleased"):
         left, top, width = page(  # asked each time: what is told of the token under the pointer may move the lanes
             "(({ left, top, width, height }) => [left, top + height / 2, width])"
-            "(document.querySelector('#lanes .strip').getBoundingClientRect())"
+            "(document.getElementById('lanes-slider').getBoundingClientRect())"
         )
         x = left + width * 5.5 / max(48, len(known["tokens"]))  # the middle of the column of the sixth token
         page.call("Input.dispatchMouseEvent", type=kind, x=x, y=top, button="left", clickCount=1)
@@ -406,6 +418,17 @@ def test_form_rule_stops_the_answer_and_lists_its_event(page_browser, page_serve
     assert page("document.querySelectorAll('#events button').length") == 1
     page.click("document.querySelector('#events button')")
     assert page("location.hash").endswith(f"&token={tokens[at]['position']}")
+    leads = "[...document.querySelectorAll('#now-rows .concept bdi')].map((n) => n.textContent)"
+    page("document.getElementById('unpin').click()")
+    page.until("document.getElementById('now-what').textContent === 'in the whole answer'")
+    # One story: over the token, in the panel, in the lanes and among the rules stands the rule's own concept.
+    name = harmless(concepts[c]["name"])
+    assert page("document.querySelector('.tok.stops').dataset.mark") == f"■ {name_over(concepts[c])}"
+    assert page(leads)[0] == name[:80] and "■ rule stopped" in page("document.getElementById('now-rows').textContent")
+    assert name[:80] in page("[...document.querySelectorAll('#lanes .concept bdi')].map((n) => n.textContent)")
+    assert page("document.getElementById('rules-asked').textContent").startswith(
+        "It was asked with this rule: Stop when"
+    )
     page.click("document.querySelector('#rules button')")
     assert page("localStorage.getItem('probemon-rules')") == "[]"
 
@@ -431,7 +454,7 @@ def test_blind_event_is_shown_as_unknown_wherever_it_is_listed(page_browser, pag
     flag = page("document.querySelector('#lanes .flag').title")
     assert flag == f"token {met['position']}: {', '.join(said)}, concept 2 stopped the answer"
     listed = page("[...document.querySelectorAll('#events li > span:nth-child(2)')].map((n) => n.textContent)")
-    assert listed == [*said, "concept 2 stopped the answer: 0.500 over 0.250 for 2 tokens"]
+    assert listed == [*said, "concept 2 stopped the answer: score 0.500, over 0.250 for 2 tokens"]
 
 
 def test_saved_rules_are_restored_and_invalid_ones_dropped(page_browser, page_server):
@@ -442,10 +465,12 @@ def test_saved_rules_are_restored_and_invalid_ones_dropped(page_browser, page_se
     page("document.documentElement.dataset.ready = 'no more'")
     page.call("Page.reload")
     page.until(READY)
-    page.until("document.querySelector('#rules li') !== null")
+    page.until("document.getElementById('pack').textContent !== '' && document.querySelector('#rules bdi') !== null")
     page("localStorage.clear()")
     told = page("[...document.querySelectorAll('#rules bdi')].map((n) => n.textContent)")
-    assert told == ["Record when c1 is over its threshold", "Stop when c2 is over 0.5 for 2 tokens"]
+    concepts = page_server.get("/v1/probemon/pack")["concepts"]
+    named = lambda c: concepts[c]["name"]  # noqa: E731
+    assert told == [f"Record when {named(1)} is over its threshold", "Stop when concept 2 is over 0.5 for 2 tokens"]
 
 
 def test_server_refusal_is_shown_and_the_question_is_kept(page_browser, page_server):

@@ -147,10 +147,9 @@ CONTRASTS = """(() => {
     look(n);
     return n;
   };
-  for (let h = 0; h < 8; h++) {
-    made(`badge h${h}`);
+  for (let h = 0; h < 9; h++) {
     for (let t = 0; t < 3; t++) {
-      const n = made(`tok h${h} t${t}`), line = numbers(style(n).textDecorationColor);
+      const n = made(`tok h${h} l0 t${t}`), line = numbers(style(n).textDecorationColor);
       found[`line of ${n.className}`] = [ratio(line, ground(n.parentElement)), 3];
     }
   }
@@ -188,13 +187,22 @@ def test_page_fits_the_window_and_every_part_is_reachable(page_browser, page_ser
     name = ask(page_server, "sizes")
     page = visit(page_browser, page_server, f"#answer={name}", width=width, height=700)
     page.until(ENDED)
-    for tab in ("concepts", "hierarchy", "runs", "chat") if width == 320 else ("chat",):
+    for tab in ("concepts", "rules", "runs", "chat") if width == 320 else ("chat",):
         page(f"document.querySelector('#tabs [value={tab}]').click()")
         assert page("document.documentElement.scrollWidth") == width
         assert page(WIDE) == [], tab
-    parts = ("ask", "replay-play") if width == 320 else ("ask", "replay-play", "now-title", "tree", "rules", "runs")
-    for part in parts:
-        assert page(REACHED.replace("PART", part)), part
+        parts = {"concepts": ("replay-play", "zoom-in", "tree"), "rules": ("rules",), "runs": ("runs",)}.get(
+            tab, ("ask", "now-title", "settings", "help-open")
+        )
+        if width > 720:
+            parts = (*parts, "replay-play", "tree", "rules", "runs")
+        for part in parts:
+            assert page(REACHED.replace("PART", part)), (tab, part)
+    # On every window the text stands with its concepts.
+    assert page("document.getElementById('answer').getBoundingClientRect().top < innerHeight - 100")
+    assert page("document.getElementById('now-rows').getBoundingClientRect().top < innerHeight - 40")
+    cut = "filter((n) => n.clientWidth && n.scrollWidth > n.clientWidth + 1).map((n) => n.textContent)"
+    assert page(f"[...document.querySelectorAll('.node, .node *')].{cut}") == []
 
 
 def test_page_files_have_unique_names():

@@ -371,7 +371,7 @@ function onStrip(event) {
   event.preventDefault();
   all[at]?.classList.remove("at");
   all[to].classList.add("at");
-  all[to].dispatchEvent(new PointerEvent("pointerover", { bubbles: true }));
+  all[to].dispatchEvent(new PointerEvent("pointermove", { bubbles: true }));
 }
 
 // -- documents -----------------------------------------------------------------------------------

@@ -55,6 +55,7 @@ async function getJson(path) {
 export const getPack = () => getJson("/v1/probemon/pack");
 export const getRuns = () => getJson("/v1/probemon/requests");
 export const getRun = (id) => getJson(`/v1/probemon/requests/${encodeURIComponent(id)}`);
+export const getConcept = (c) => getJson(`/v1/probemon/concepts/${c}`);
 
 /**
  * Ask for a chat's answer and read it to its end; `begun(id)` is called at its first chunk. What it says comes by the

@@ -1,19 +1,20 @@
-// The conversation that is shown, and what asks for more of it.
+// The conversation that is shown.
 
 import { $, el } from "./elements.js";
-import { ask } from "./api.js";
+import { drawCompare, settingsOf } from "./compare.js";
+import { drawComposer, edit } from "./compose.js";
+import { coverageOf } from "./coverage.js";
 import { refill } from "./focus.js";
-import { clip, harmless } from "./harmless.js";
+import { clip } from "./harmless.js";
+import { drawLegend } from "./legend.js";
 import { hashOf, NOWHERE } from "./link.js";
 import { choiceIsMissing, whatIsMissing } from "./missing.js";
-import { asked } from "./rules.js";
 import { endingOf } from "./runs.js";
+import { contained } from "./stacked.js";
 import { answerOf, isRunning } from "./state.js";
-import { coverageOf } from "./now.js";
 import { drawTokens } from "./tokens.js";
 import { plural } from "./words.js";
 
-const TOP_K = 12;
 const NEAR_END = 60; // pixels
 const OTHER = "Another program";
 const ROLES = { user: "You", assistant: "Answer", system: "System", developer: "Developer", tool: "Tool" };
@@ -31,10 +32,13 @@ function messageNode(app, run, message, i) {
       el("span", {}, message.role === "user" ? run.asker : (ROLES[message.role] ?? clip(message.role, 30))),
       known !== null &&
         el("a", { href: hashOf({ ...NOWHERE, answer: known.run.id, choice: known.i }) }, "its concepts"),
+      run.editable &&
+        message.role === "user" &&
+        el("button", { class: "plain", type: "button", click: () => edit(app, run.messages, i) }, "Edit"),
     ),
     message.reasoning_content &&
-      el("div", { class: "text thought", dir: "auto" }, harmless(textOf(message.reasoning_content), "\n\t")),
-    el("div", { class: "text", dir: "auto" }, harmless(textOf(message.content), "\n\t")),
+      el("div", { class: "text thought", dir: "auto" }, ...contained(textOf(message.reasoning_content))),
+    el("div", { class: "text", dir: "auto" }, ...contained(textOf(message.content))),
   );
 }
 
@@ -44,11 +48,12 @@ function drawMessages(app, run) {
   const messages = pending ?? run?.messages ?? (run?.prompt ? [{ role: "user", content: run.prompt }] : []);
   const own = pending !== null || (run !== null && app.own.has(run.id));
   const asker = own ? ROLES.user : run?.pack && !run.before ? "User" : OTHER;
-  const key = JSON.stringify([run?.id ?? null, asker, messages, app.state.runs.size]);
+  const editable = pending === null && run !== null && run.kind === "chat" && app.own.has(run.id);
+  const key = JSON.stringify([run?.id ?? null, asker, messages, app.state.runs.size, editable]);
   if (box.key === key) return;
   box.key = key;
   if (box.contains(document.activeElement)) $("thread").focus({ preventScroll: true }); // its link has led elsewhere
-  box.replaceChildren(...messages.map((message, i) => messageNode(app, { messages, asker }, message, i)));
+  box.replaceChildren(...messages.map((message, i) => messageNode(app, { messages, asker, editable }, message, i)));
 }
 
 /**
@@ -87,6 +92,8 @@ export function drawChat(app, view) {
   }
   drawFoot(app, run, view, pending);
   drawChoices(app, run);
+  drawLegend(app, pending ? null : view);
+  drawCompare(app, pending ? null : run);
   const appeared = drawGone(app, pending ? "" : (app.gone ?? whatIsMissing(app, view)));
   if (appeared) $("gone").scrollIntoView({ block: "center" });
   else if (arrived) scrollTo(app, run, view);
@@ -96,9 +103,7 @@ export function drawChat(app, view) {
     run === null || !isRunning(run) || thread.scrollHeight - thread.scrollTop - thread.clientHeight < NEAR_END;
   $("follow").hidden = app.follow || app.state.runs.size === 0;
   const nOthers = pending ? 0 : [...app.others].filter((id) => !app.own.has(id)).length;
-  $("follow").textContent = nOthers
-    ? `${plural(nOthers, "request")} of other programs: follow new answers`
-    : "Follow new answers";
+  $("follow").textContent = nOthers ? `Follow new answers (${nOthers} by other programs)` : "Follow new answers";
   drawComposer(app, run);
 }
 
@@ -121,7 +126,10 @@ function drawFoot(app, run, view, pending) {
   $("answer-state").className =
     `state ${ending.startsWith("failed") ? "bad" : view?.choice.summary?.stopped_by ? "stopped" : ""}`;
   const before = run?.before ? `From before the restart, watched by ${clip(run.pack.pack, 60)} · ` : "";
-  $("answer-coverage").textContent = view === null || pending ? "" : before + coverageOf(view);
+  $("answer-coverage").textContent =
+    view === null || pending ? "" : before + [settingsOf(run), coverageOf(view)].filter(Boolean).join(" · ");
+  $("answer-actions").hidden = pending || view === null;
+  $("again-answer").hidden = !(run !== null && run.kind === "chat" && app.own.has(run.id) && !running);
   const unlike = view?.choice.summary?.unlike;
   $("answer-unlike").hidden = !unlike || pending;
   $("answer-unlike").textContent = unlike ? clip(unlike, 300) : "";
@@ -148,100 +156,4 @@ function drawChoices(app, run) {
       ),
     ),
   );
-}
-
-/** Whether what is asked next goes on with a conversation: only with one of this page. */
-const goesOn = (app, run) => run !== null && run.kind === "chat" && app.own.has(run.id);
-
-function drawComposer(app, run) {
-  const busy = app.asking !== null;
-  $("send").textContent = busy ? "Stop" : "Send";
-  $("send").className = busy ? "stop" : "primary";
-  $("new").hidden = run === null;
-  $("ask").placeholder = goesOn(app, run) ? "Ask a follow-up question" : "Ask something";
-}
-
-/** Ask for an answer to the conversation that is shown and what was typed. */
-async function send(app) {
-  const typed = $("ask").value.trim();
-  const run = app.run();
-  if (!typed) return;
-  if (app.state.pack === null) {
-    app.complain("The server has not answered yet: send it again when this page is live.");
-    return;
-  }
-  const before =
-    goesOn(app, run) && run.messages !== null
-      ? [...run.messages, { role: "assistant", content: run.choices[app.place.choice]?.text ?? "" }]
-      : [];
-  const messages = [...before, { role: "user", content: typed }];
-  const control = new AbortController();
-  const body = {
-    model: app.state.pack.model,
-    messages,
-    max_tokens: Number($("max-tokens").value) || 200,
-    temperature: Number($("temperature").value) || 0,
-    probemon: { top_k: TOP_K, rules: asked(app.rules) },
-  };
-  app.asking = { id: null, messages, control };
-  app.complain("");
-  app.follow = false; // stay with this conversation
-  $("ask").value = "";
-  grow();
-  app.draw();
-  try {
-    await ask(body, control.signal, (id) => {
-      app.asking.id = id;
-      app.own.add(id);
-      app.go({ answer: id });
-    });
-  } catch (error) {
-    if (error.name !== "AbortError") {
-      app.complain(error.status ? error.message : `The server did not answer: ${error.message}`);
-      if (error.status === 401) app.signIn();
-      if (!$("ask").value) $("ask").value = typed;
-      grow();
-    }
-  }
-  app.asking = null;
-  app.draw();
-}
-
-function grow() {
-  const box = $("ask");
-  box.style.height = "auto";
-  box.style.height = `${Math.min(160, box.scrollHeight + 2)}px`;
-}
-
-export function compose(app) {
-  const act = () => {
-    if (app.asking !== null) app.asking.control.abort();
-    else send(app);
-  };
-  $("composer").addEventListener("submit", (event) => {
-    event.preventDefault();
-    act();
-  });
-  $("ask").addEventListener("input", grow);
-  $("ask").addEventListener("keydown", (event) => {
-    if (event.key === "Enter" && !event.shiftKey && !event.isComposing) {
-      event.preventDefault();
-      if (app.asking === null) send(app);
-    }
-  });
-  $("new").addEventListener("click", () => {
-    app.follow = false;
-    app.go({ answer: null });
-    $("ask").focus();
-  });
-  $("newest").addEventListener("click", () => {
-    $("thread").scrollTop = $("thread").scrollHeight;
-    app.draw();
-  });
-  $("thread").addEventListener("scroll", () => app.draw(), { passive: true });
-  for (const example of document.querySelectorAll("#examples button"))
-    example.addEventListener("click", () => {
-      $("ask").value = example.textContent;
-      send(app);
-    });
 }

@@ -8,8 +8,9 @@ import { strengthOver } from "./strength.js";
  * `leaders[i]`: of token i the concepts that fire, less those that stand above another that fires, the strongest
  * first: [{c, score, strength}].
  * `near[i]`: of token i the concepts told that do not fire, the nearest first.
- * `concepts`: by concept {c, first, n, nLead, peak, peakAt}: the first token at which it fired, at how many it fired
- * and led, its greatest strength.
+ * `concepts`: by concept {c, first, n, nLead, peak, peakAt, at, strengths}: the first token at which it fired, at how
+ * many it fired and led, its greatest strength, at which tokens it fired and how strongly.
+ * `nears`: the same of the concepts told at tokens at which they do not fire.
  * `marks`: by leading concept its number, from 1 in the order in which they began: it does not change as the answer
  * grows.
  */
@@ -22,8 +23,10 @@ export function digest(choice, pack, upto = choice.tokens.length - 1) {
   const nears = new Map();
   const marks = new Map();
   const note = (map, c, i, strength) => {
-    const found = map.get(c) ?? { c, first: i, n: 0, nLead: 0, peak: -Infinity, peakAt: i };
+    const found = map.get(c) ?? { c, first: i, n: 0, nLead: 0, peak: -Infinity, peakAt: i, at: [], strengths: [] };
     found.n++;
+    found.at.push(i);
+    found.strengths.push(strength);
     if (strength !== null && strength > found.peak) {
       found.peak = strength;
       found.peakAt = i;
@@ -33,14 +36,15 @@ export function digest(choice, pack, upto = choice.tokens.length - 1) {
   };
   choice.tokens.slice(0, upto + 1).forEach((token, i) => {
     const told = new Map(
-      token.top.map(([c, score, strength]) => [
-        c,
-        { c, score, strength: strength ?? strengthIn(pack, c, score) },
-      ]),
+      token.top.map(([c, score, strength]) => [c, { c, score, strength: strength ?? strengthIn(pack, c, score) }]),
     );
     const fired = new Set(token.fired);
     const above = new Set();
-    for (const c of fired) pack.path(c).slice(0, -1).forEach((a) => above.add(a)); // by other parents: not shown with c
+    for (const c of fired)
+      pack
+        .path(c)
+        .slice(0, -1)
+        .forEach((a) => above.add(a)); // by other parents: not shown with c
     const known = (c) => told.get(c) ?? { c, score: null, strength: strengthAt(token, c) };
     for (const c of fired) note(concepts, c, i, known(c).strength);
     const leading = [...fired]
@@ -73,6 +77,7 @@ export const strengthAt = (token, c) => token.strengths[token.fired.indexOf(c)] 
 
 /** How strong in three steps, of which each looks different without colour, too. */
 export const tint = (strength) => (strength === null ? 1 : strength < 0.5 ? 0 : strength < 2 ? 1 : 2);
+export const STEPS = ["weak", "clear", "strong"];
 
 /** Concepts that led somewhere, those that led at most tokens first. */
 export function foremost({ concepts }) {
@@ -81,7 +86,18 @@ export function foremost({ concepts }) {
     .sort((a, b) => b.nLead - a.nLead || b.peak - a.peak || a.c - b.c);
 }
 
-/** At most `most` of these, in the order of their numbers. */
+/** The concepts of the rules that were met or could not be evaluated up to token `upto`, each once: [{c, events}]. */
+export function ruled({ events, tokens }, pack, upto) {
+  const last = tokens[upto]?.position ?? -1;
+  const found = new Map();
+  for (const event of events) {
+    const c = pack.byId.get(event.concept);
+    if (c !== undefined && event.position <= last) found.set(c, [...(found.get(c) ?? []), event]);
+  }
+  return [...found].map(([c, ofConcept]) => ({ c, events: ofConcept }));
+}
+
+/** At most `most` of the concepts that led, in the order in which they began. */
 export function lanesOf(told, most) {
   return foremost(told)
     .slice(0, most)

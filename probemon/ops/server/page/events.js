@@ -9,9 +9,9 @@ const MOST = 20_000;
 
 /**
  * Follow the events for ever, while the page is in sight. `on.event(name, data)` is called for each, `on.state(name,
- * wait)` with "live" once they come, "waiting" with the milliseconds until the next attempt, and "refused" where the
- * secret is wrong: then nothing is tried until `again()`, which connects at once. `cut()` ends the connection like a
- * server does.
+ * wait, status)` with "live" once they come, "waiting" with the milliseconds until the next attempt, and "refused"
+ * where the secret is wrong or may not read them: then nothing is tried until `again()`, which connects at once.
+ * `cut()` ends the connection like a server does.
  */
 export function follow(on) {
   let last = null;
@@ -89,13 +89,15 @@ export function follow(on) {
         continue;
       }
       let wait = retry;
+      let status = null;
       try {
         await connect();
       } catch (error) {
+        status = error.status ?? null;
         wait = error.status === 401 || error.status === 403 ? null : Math.min(MOST, retry * 2 ** failures++);
       }
       if (atOnce) continue;
-      on.state(wait === null ? "refused" : "waiting", wait);
+      on.state(wait === null ? "refused" : "waiting", wait, status);
       await pause(wait);
     }
   })();

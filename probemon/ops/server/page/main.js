@@ -5,9 +5,12 @@
 
 import { $ } from "./elements.js";
 import { tips } from "./tip.js";
-import { compose, drawChat } from "./chat.js";
+import { drawChat } from "./chat.js";
+import { controlCompare } from "./compare.js";
+import { compose } from "./compose.js";
 import { digest } from "./digest.js";
-import { drawLanes, walkLanes } from "./lanes.js";
+import { rove } from "./focus.js";
+import { drawLanes } from "./lanes.js";
 import { hashOf, NOWHERE, readPlace } from "./link.js";
 import { drawNow } from "./now.js";
 import { controlReplay, drawReplay } from "./replay.js";
@@ -19,6 +22,8 @@ import { connect } from "./server.js";
 import { newState, newestFirst } from "./state.js";
 import { drawTree, walkTree } from "./tree.js";
 import { walkTokens } from "./tokens.js";
+import { walkLanes } from "./walk_lanes.js";
+import { controlZoom, keepInside } from "./zoom.js";
 
 const state = newState();
 const app = {
@@ -31,7 +36,10 @@ const app = {
   replay: null,
   rules: loadRules(),
   asking: null,
+  editing: null, // the messages before the one that is edited
   allLanes: false,
+  allRows: false,
+  zoom: null, // the window of tokens that the lanes show
   gone: null,
 
   run: () => state.runs.get(app.place.answer) ?? null,
@@ -44,7 +52,7 @@ const app = {
     const run = app.run();
     const i = app.place.choice;
     const choice = run?.choices[i];
-    const pack = run?.pack ?? state.pack;
+    const pack = packOf(run);
     if (!choice || pack === null) return null;
     const last = choice.tokens.length - 1;
     const upto = app.replay === null ? last : Math.min(app.replay.upto, last);
@@ -66,6 +74,29 @@ const app = {
     };
   },
 
+  /** The answer that is compared with the one shown, as a view without a pinned token; null while there is none. */
+  other() {
+    const run = state.runs.get(app.place.other) ?? null;
+    const i = app.place.otherChoice;
+    const choice = run?.choices[i];
+    const pack = packOf(run);
+    if (!choice || pack === null) return null;
+    const upto = choice.tokens.length - 1;
+    const concept = pack.byId.get(app.place.concept) ?? null;
+    return {
+      run,
+      i,
+      choice,
+      pack,
+      upto,
+      digest: digest(choice, pack, upto),
+      pinned: null,
+      hovered: false,
+      concept,
+      at: null,
+    };
+  },
+
   go(place, replace = false) {
     const to = hashOf({ ...NOWHERE, ...place });
     if (to === (location.hash || "#")) return;
@@ -79,6 +110,7 @@ const app = {
     if (view === null) return;
     const token = i === null || i === view.pinned ? null : view.choice.tokens[i].position;
     app.hoverAt = null;
+    if (token !== null) keepInside(app, i);
     if (token !== null) app.follow = false;
     app.go({ ...app.place, token }, true);
   },
@@ -104,8 +136,17 @@ const app = {
     $("complaint").hidden = !text;
     if (ms !== null) app.notice = setTimeout(() => app.complain(""), ms);
   },
-  signIn() {
+  /** Ask for a token; nothing else is offered without one. `why`: what is wrong with the one there is. */
+  signIn(why = "") {
     $("sign-in").hidden = false;
+    $("sign-in-why").hidden = !why;
+    $("sign-in-why").textContent = why;
+    document.body.dataset.access = "none";
+    $("token").focus();
+  },
+  signedIn() {
+    $("sign-in").hidden = true;
+    delete document.body.dataset.access;
   },
 
   draw() {
@@ -118,6 +159,8 @@ const app = {
   },
 };
 let due = false;
+
+const packOf = (run) => run?.pack ?? state.pack;
 
 /** The newest token of which something is known. */
 function newestSeen({ tokens }, upto) {
@@ -146,9 +189,10 @@ function arrive() {
     replays.stop();
     app.hoverAt = null;
     app.gone = null;
+    app.zoom = null;
+    app.allRows = false;
   }
-  const run = app.run();
-  if (app.place.answer !== null && (run === null || !run.whole)) server.load(app.place.answer);
+  for (const id of [app.place.answer, app.place.other]) if (id !== null && !state.runs.get(id)?.whole) server.load(id);
   app.draw();
 }
 
@@ -156,10 +200,17 @@ function arrive() {
 
 const replays = controlReplay(app);
 takeToken();
-tips($("tip"), $("answer"), ".tok:not(.plain):not(.later)", (node) => {
-  const view = app.view();
-  return view === null ? [] : linesOf(view, node.at[0]);
-});
+for (const [id, viewOf] of [
+  ["answer", app.view],
+  ["other", app.other],
+])
+  tips($("tip"), $(id), ".tok:not(.plain):not(.later)", (node) => {
+    const view = viewOf();
+    return view === null ? [] : linesOf(view, node.at[0]);
+  });
+const sayOther = (i) => {
+  $("said").textContent = linesOf(app.other(), i).join(". ");
+};
 walkTokens($("answer"), {
   hover: app.hover,
   pin: app.pin,
@@ -171,7 +222,20 @@ walkLanes(app);
 walkTree(app);
 editRules(app);
 compose(app);
-$("unpin").addEventListener("click", () => app.go({ ...app.place, token: null, concept: null }, true));
+walkTokens($("other"), { hover: () => {}, pin: () => {}, say: sayOther });
+controlZoom(app);
+controlCompare(app);
+for (const id of ["now-rows", "lanes", "runs"]) rove($(id));
+rove($("examples"), "button");
+new ResizeObserver(() => app.draw()).observe($("thread"));
+$("unpin").addEventListener("click", () =>
+  app.go({ ...app.place, concept: null, token: app.place.concept === null ? null : app.place.token }, true),
+);
+$("skip").addEventListener("click", (event) => {
+  event.preventDefault();
+  $("ask").focus();
+});
+$("help-open").addEventListener("click", () => $("help").showModal());
 $("lanes-more").addEventListener("click", () => {
   app.allLanes = !app.allLanes;
   app.draw();

@@ -1,139 +1,93 @@
-// What is thought at one token: the concepts that lead there with strength and precision, and where each began.
+// The concepts beside the text: those of the token that is pointed at, pinned or newest, or those of the whole answer.
+// A chosen concept has its card there (card.js), two answers their comparison (compare.js).
 
 import { $, el } from "./elements.js";
 import { plural } from "./words.js";
-import { foremost, tint } from "./digest.js";
+import { colourOf } from "./branches.js";
+import { drawCard } from "./card.js";
+import { drawDifference } from "./compare.js";
+import { foremost, ruled, tint } from "./digest.js";
 import { refill } from "./focus.js";
 import { clip } from "./harmless.js";
-import { above, inOneLine, nameOf, quoted, right, strengthOf, toldOf } from "./said.js";
+import { bar, nameButton, tokenButton } from "./parts.js";
+import { above, cameOf, inOneLine, nameOf, quoted, right, strengthOf, toldOf } from "./said.js";
 import { nMissing } from "./state.js";
-import { hueOf } from "./tokens.js";
 
-const ROWS = 5;
+const ROWS = 6;
 const FULL = 5; // strength of a full bar
 
-export const badge = (mark, kind = "") => el("span", { class: `badge h${hueOf(mark)} ${kind}` }, String(mark));
-
-function bar(strength) {
-  const inner = el("i");
-  const node = el("span", { class: "bar", "aria-hidden": "true" }, inner);
-  inner.style.width = `${Math.max(4, Math.min(100, (100 * (strength ?? 1)) / FULL))}%`;
-  return node;
+/** At how many tokens a concept fires, with links to the first and to that at which it is strongest. */
+function placesOf(app, view, c) {
+  const known = view.digest.concepts.get(c);
+  if (!known) return ["does not fire"];
+  const first = tokenButton(app, view, known.first, `first ${c}`, known.n > 1 ? "first " : "");
+  if (known.n === 1) return ["fires at ", first];
+  const peak = known.peakAt !== known.first && known.peak > -Infinity;
+  const strongest = peak ? [", ", tokenButton(app, view, known.peakAt, `strongest ${c}`, "strongest ")] : [];
+  return [`fires at ${plural(known.n, "token")}: `, first, ...strongest];
 }
 
-function row(app, view, at) {
-  const { pack, digest, choice } = view;
-  const known = digest.concepts.get(at.c);
-  const mark = digest.marks.get(at.c);
-  const first = choice.tokens[known.first];
+/** A concept with its strength, place in the hierarchy, how often it is right, and where it fires. */
+function row(app, view, { c, score = null, strength }, events) {
+  const { pack, digest } = view;
+  const known = digest.concepts.get(c);
+  const event = events?.find(({ action }) => action === "stop") ?? events?.[0];
   return el(
     "li",
-    { class: `leader h${mark ? hueOf(mark) : 0} t${tint(at.strength)}` },
-    el(
-      "button",
-      {
-        class: "concept",
-        type: "button",
-        "data-stop": `concept ${at.c}`,
-        "aria-pressed": String(view.concept === at.c),
-        title: inOneLine(pack, at),
-        click: () => app.choose(at.c),
-      },
-      mark ? badge(mark) : "",
-      el("bdi", {}, nameOf(pack, at.c)),
-    ),
-    el("span", { class: "number" }, strengthOf(pack, at.c, at.strength, at.score)),
-    bar(at.strength),
-    el("span", { class: "more" }, [above(pack, at.c), right(pack, at.c)].filter(Boolean).join(" · ")),
-    el(
-      "button",
-      { class: "since", type: "button", "data-stop": `from ${at.c}`, click: () => app.pin(known.first) },
-      known.first === view.at ? "begins here" : `since ${quoted(first)} ${first.position}`,
-    ),
-  );
-}
-
-/** What the whole answer was about: of an answer that has ended, while no token is pointed at. */
-function wholeRow(app, view, { c, n, nLead, peak, peakAt, first }) {
-  const { pack, choice, digest } = view;
-  const mark = digest.marks.get(c);
-  const strength = peak > -Infinity ? peak : null;
-  const link = (stop, i) =>
-    el(
-      "button",
-      { class: "since", type: "button", "data-stop": `${stop} ${c}`, click: () => app.pin(i) },
-      `${stop} ${quoted(choice.tokens[i])} ${choice.tokens[i].position}`,
-    );
-  return el(
-    "li",
-    { class: `leader h${hueOf(mark)} t${tint(strength)}` },
-    el(
-      "button",
-      {
-        class: "concept",
-        type: "button",
-        "data-stop": `concept ${c}`,
-        "aria-pressed": String(view.concept === c),
-        click: () => app.choose(c),
-      },
-      badge(mark),
-      el("bdi", {}, nameOf(pack, c)),
-    ),
-    el("span", { class: "number" }, strengthOf(pack, c, strength)),
-    bar(strength),
-    el("span", { class: "more" }, [above(pack, c), right(pack, c)].filter(Boolean).join(" · ")),
-    el(
-      "span",
-      { class: "more where" },
-      `leads at ${nLead} of ${plural(n, "token")}, `,
-      link("from", first),
-      ...(peakAt === first ? [] : [", ", link("strongest at", peakAt)]),
-    ),
+    { class: `leader ${colourOf(pack, c)} t${tint(strength)}` },
+    nameButton(app, view, c, inOneLine(pack, { c, score, strength })),
+    el("span", { class: "number" }, known ? strengthOf(pack, c, strength, score) : ""),
+    bar(Math.max(0.01, strength ?? 1) / FULL),
+    event &&
+      el("span", { class: `more tag ${event.action}` }, `${event.action === "stop" ? "■" : "▲"} rule ${cameOf(event)}`),
+    above(pack, c) && el("span", { class: "more" }, above(pack, c)),
+    el("span", { class: "more where" }, ...placesOf(app, view, c), right(pack, c) && ` · ${right(pack, c)}`),
   );
 }
 
 /** What is said of an answer at which nothing fired: of tokens that nobody looked at nothing is known. */
 function nothingIn(view) {
   const { tokens } = view.choice;
-  if (tokens.every(({ unseen }) => unseen)) return "No token of the answer was scored, so nothing is known about it.";
+  if (tokens.every(({ unseen }) => unseen)) return "No token of the answer was checked, so nothing is known about it.";
   const missing = nMissing(view.choice) ? " at the tokens that reached this page" : "";
   const told = toldOf(view) ? ` (${toldOf(view)})` : "";
-  return `No ${told ? "requested " : ""}concept was over its threshold${missing}${told}. A concept may be present even if no probe fires.`;
+  return `No ${told ? "requested " : ""}concept fired${missing}${told}. One may be present that no probe found.`;
 }
 
 function drawWhole(app, view) {
-  const all = foremost(view.digest);
+  const { digest, choice, pack, upto } = view;
+  const rules = new Map(ruled(choice, pack, upto).map(({ c, events }) => [c, events]));
+  const strengthIn = (found) => (found && found.peak > -Infinity ? found.peak : null);
+  const all = foremost(digest).map((found) => found.c);
+  const order = [...rules.keys(), ...all.filter((c) => !rules.has(c))];
+  const most = app.allRows ? Infinity : Math.max(ROWS, rules.size);
   $("now-what").textContent = "in the whole answer";
-  $("unpin").hidden = view.concept === null;
   refill(
     $("now-rows"),
-    ...all.slice(0, ROWS - 1).map((found) => wholeRow(app, view, found)),
-    ...(all.length
-      ? []
-      : [
-          el(
-            "li",
-            { class: "nothing" },
-            nothingIn(view),
-          ),
-        ]),
+    ...order
+      .slice(0, most)
+      .map((c) => row(app, view, { c, strength: strengthIn(digest.concepts.get(c)) }, rules.get(c))),
+    ...(order.length ? [] : [el("li", { class: "nothing" }, nothingIn(view))]),
   );
-  $("now-last").textContent =
-    all.length > ROWS - 1 ? `and ${plural(all.length - ROWS + 1, "more concept")}: see the lanes` : "";
+  const left = order.length - most;
+  $("now-last").replaceChildren(...(left > 0 ? [more(app, `Show ${plural(left, "more concept")}`)] : []));
 }
 
-/** Draw the panel of the token `view.at`, and a line on how much of the answer was looked at. */
-export function drawNow(app, view) {
-  $("now-empty").hidden = view !== null && view.at !== null;
-  $("now-body").hidden = !$("now-empty").hidden;
-  if ($("now-body").hidden) {
-    $("now-what").textContent = "";
-    return;
-  }
-  if (view.choice.finish !== null && !view.hovered && view.pinned === null && app.replay === null) {
-    drawWhole(app, view);
-    return;
-  }
+const more = (app, words) =>
+  el(
+    "button",
+    {
+      class: "plain",
+      type: "button",
+      click: () => {
+        app.allRows = true;
+        app.draw();
+      },
+    },
+    words,
+  );
+
+function drawToken(app, view) {
   const { choice, digest, at, pack } = view;
   const token = choice.tokens[at];
   $("now-what").replaceChildren(
@@ -141,19 +95,24 @@ export function drawNow(app, view) {
     el("bdi", {}, quoted(token)),
     ` token ${token.position}`,
   );
-  $("unpin").hidden = view.pinned === null && view.concept === null;
   const leading = digest.leaders[at] ?? [];
   const near = digest.near[at] ?? [];
-  const rows = leading.slice(0, ROWS).map((found) => row(app, view, found));
+  const rules = new Map(
+    ruled(choice, pack, at)
+      .map(({ c, events }) => [c, events.filter(({ position }) => position === token.position)])
+      .filter(([, events]) => events.length),
+  );
+  const others = [...rules.keys()].filter((c) => !leading.some((found) => found.c === c));
+  const strengths = new Map(token.fired.map((c, i) => [c, token.strengths[i]]));
+  const rows = [...others.map((c) => ({ c, strength: strengths.get(c) ?? null })), ...leading]
+    .slice(0, ROWS)
+    .map((found) => row(app, view, found, rules.get(found.c)));
   if (token.unseen)
-    rows.push(el("li", { class: "nothing hatched" }, el("span", {}, `Unseen: ${clip(token.unseen, 200)}.`)));
+    rows.push(el("li", { class: "nothing hatched" }, el("span", {}, `Not checked: ${clip(token.unseen, 200)}.`)));
   else if (!leading.length) {
+    const told = toldOf(view) ? "requested " : "";
     rows.push(
-      el(
-        "li",
-        { class: "nothing" },
-        `No ${toldOf(view) ? "requested " : ""}concept is over its threshold at this token.${near.length ? " Nearest:" : ""}`,
-      ),
+      el("li", { class: "nothing" }, `No ${told}concept fires at this token.${near.length ? " Closest:" : ""}`),
     );
     for (const found of near.slice(0, 3))
       rows.push(
@@ -166,49 +125,33 @@ export function drawNow(app, view) {
       );
   }
   if (leading.length > ROWS)
-    rows.push(el("li", { class: "dim" }, `and ${plural(leading.length - ROWS, "more concept")} at this token`));
+    rows.push(el("li", { class: "dim" }, `and ${plural(leading.length - ROWS, "more concept")}`));
   refill($("now-rows"), ...rows);
   $("now-last").replaceChildren(...lastFired(app, view));
 }
 
+/** Draw the panel beside the text. */
+export function drawNow(app, view) {
+  const empty = view === null || view.at === null;
+  $("now-empty").hidden = !empty;
+  $("now-body").hidden = empty;
+  const isWhole = !empty && view.choice.finish !== null && !view.hovered && view.pinned === null && app.replay === null;
+  $("unpin").hidden = empty || (view.pinned === null && view.concept === null);
+  $("unpin").textContent = view?.concept === null ? "Whole answer" : "All concepts";
+  const other = empty ? null : app.other();
+  if (empty) $("now-what").textContent = "";
+  else if (view.concept !== null) drawCard(app, view);
+  else if (other !== null && isWhole) drawDifference(app, view, other);
+  else if (isWhole) drawWhole(app, view);
+  else drawToken(app, view);
+}
+
 /** Where something last fired, for a token at which nothing does. */
-function lastFired(app, { digest, at, choice, pack }) {
+function lastFired(app, view) {
+  const { digest, at, pack } = view;
   if (digest.leaders[at]?.length) return [];
   let i = Math.min(at, digest.leaders.length) - 1;
   while (i >= 0 && !digest.leaders[i].length) i--;
   if (i < 0) return [];
-  return [
-    "Last fired: ",
-    el(
-      "button",
-      { class: "since", type: "button", click: () => app.pin(i) },
-      `${nameOf(pack, digest.leaders[i][0].c)} at ${quoted(choice.tokens[i])} ${choice.tokens[i].position}`,
-    ),
-  ];
+  return ["Last fired: ", tokenButton(app, view, i, "last", `${nameOf(pack, digest.leaders[i][0].c)} at `)];
 }
-
-/** How much was looked at in the whole answer, in a line. */
-export function coverageOf(view) {
-  const { choice, pack, upto } = view;
-  const missing = nMissing(choice);
-  const tokens = choice.tokens.slice(0, upto + 1);
-  const unseen = tokens.filter((token) => token.unseen);
-  const seen = tokens.length - unseen.length;
-  if (!tokens.length) return "";
-  const sum = (name) => tokens.reduce((so_far, token) => so_far + (token.unseen ? 0 : token[name]), 0);
-  const perToken = (name) => (sum(name) / Math.max(1, seen)).toFixed(0);
-  const shed = tokens.filter((token) => token.n_shed).length;
-  const mute = pack.concepts.filter(({ threshold }) => threshold === null || threshold >= 1).length;
-  return [
-    ...(missing ? [`${plural(missing, "token")} did not reach this page: nothing is known about them here`] : []),
-    `${plural(seen, "token")} seen, ${unseen.length} unseen`,
-    `${perToken("n_active")} of ${plural(pack.concepts.length, "probe")} active per token`,
-    ...(sum("n_dropped") ? [`${plural(sum("n_dropped"), "score")} dropped by a limit or late`] : []),
-    ...(shed ? [`the latency budget left out probes at ${plural(shed, "token")}`] : []),
-    ...(sum("n_excluded") ? [`${perToken("n_excluded")} excluded per token`] : []),
-    ...(view.run.error && choice.finish === null ? ["the answer failed: later tokens were not scored"] : []),
-    ...(mute ? [`${plural(mute, "concept")} can never fire (threshold 1 or not set)`] : []),
-    ...(toldOf(view) ? [toldOf(view)] : []),
-  ].join(" · ");
-}
-

@@ -1,13 +1,14 @@
-// Rules that go with what is asked from this page, edited; and the events of the answer that is shown.
+// The rules that the shown answer was asked with, and what became of them; and those of what is asked here next.
 
 import { $, el } from "./elements.js";
 import { score } from "./words.js";
+import { controlConceptField, meantBy, offer, tellError } from "./concept_field.js";
+import { refill, rove } from "./focus.js";
 import { clip } from "./harmless.js";
-import { cameOf, quoted, ruleOf } from "./said.js";
-import { nMissing } from "./state.js";
+import { cameOf, nameOf, quoted, ruleOf } from "./said.js";
+import { isRunning, nMissing } from "./state.js";
 
 const NAME = "probemon-rules";
-const OFFERED = 40;
 
 // The fields that have an input of their own; the server's schema of a rule says what others there are.
 const DRAWN = ["concept", "all_of", "above", "for_tokens", "aggregate", "action"];
@@ -35,15 +36,22 @@ export function loadRules() {
 /** The rules as a request bears them. */
 export const asked = (rules) => rules.map((rule) => ({ ...rule }));
 
-function inWords(rule) {
-  const { concept, above, for_tokens, aggregate, action } = rule;
-  const what = aggregate ? `${clip(concept, 60)}, ${clip(aggregate, 20)}` : clip(concept, 60);
+/** A rule in a sentence, as the page or another client asked for it. */
+function inWords(rule, pack) {
+  const { concept, all_of: several, above = null, for_tokens: n = 1, aggregate, action } = rule;
+  const named = (name) => {
+    const c = pack?.byId.get(name);
+    return c === undefined ? clip(String(name), 60) : nameOf(pack, c);
+  };
+  const names = Array.isArray(several) ? several : [concept].flat();
+  const what = names.map(named).join(" and ");
   const level = above === null ? "its threshold" : above;
-  const streak = for_tokens > 1 ? ` for ${for_tokens} tokens` : "";
+  const running = aggregate ? `, as ${clip(String(aggregate), 20)},` : "";
+  const streak = n > 1 ? ` for ${n} tokens` : "";
   const more = Object.entries(rule)
-    .filter(([name]) => !DRAWN.includes(name))
+    .filter(([name, value]) => !DRAWN.includes(name) && value !== null)
     .map(([name, value]) => `, ${name.replaceAll("_", " ")} ${clip(String(value), 20)}`);
-  return `${action === "stop" ? "Stop" : "Record"} when ${what} is over ${level}${streak}${more.join("")}`;
+  return `${action === "stop" ? "Stop" : "Record"} when ${what}${running} is over ${level}${streak}${more.join("")}`;
 }
 
 /** Inputs for the fields of a rule that the page does not draw itself. */
@@ -54,7 +62,12 @@ function drawMore(properties) {
       const input = about.enum
         ? el("select", { "data-field": name }, ...about.enum.map((value) => el("option", { value }, value)))
         : el("input", { "data-field": name, type: about.type === "string" ? "text" : "number" });
-      return el("label", { title: about.description }, `${name[0].toUpperCase()}${name.slice(1).replaceAll("_", " ")} `, input);
+      return el(
+        "label",
+        { title: about.description },
+        `${name[0].toUpperCase()}${name.slice(1).replaceAll("_", " ")} `,
+        input,
+      );
     }),
   );
 }
@@ -81,123 +94,136 @@ export function drawRules(app, view) {
     offer(app);
     drawMore(app.state.pack?.rule?.properties);
   }
-  const key = JSON.stringify(app.rules);
+  const key = JSON.stringify([app.rules, app.state.pack?.pack]);
   if (list.key !== key) {
     list.key = key;
     const remove = (i) => {
-      change(
-        app,
-        app.rules.filter((_, k) => k !== i),
-      );
-      $("rule-concept").focus();
+      const rules = app.rules.filter((_, k) => k !== i);
+      change(app, rules);
+      if (!rules.length) $("rule-add").focus();
     };
-    list.replaceChildren(
-      ...app.rules.map((rule, i) =>
-        el(
+    refill(
+      list,
+      ...app.rules.map((rule, i) => {
+        const words = inWords(rule, app.state.pack);
+        return el(
           "li",
           {},
-          el("span", { class: `sign ${rule.action}`, "aria-hidden": "true" }, rule.action === "stop" ? "■" : "▲"),
-          el("bdi", {}, inWords(rule)),
+          sign(rule.action),
+          el("bdi", {}, words),
           el(
             "button",
-            { class: "plain", type: "button", "aria-label": `Remove: ${inWords(rule)}`, click: () => remove(i) },
+            {
+              class: "plain",
+              type: "button",
+              "data-stop": `rule ${i}`,
+              "aria-label": `Remove: ${words}`,
+              click: () => remove(i),
+            },
             "Remove",
           ),
-        ),
-      ),
+        );
+      }),
+      ...(app.rules.length ? [] : [el("li", { class: "dim" }, "None.")]),
     );
-    if (!app.rules.length)
-      list.replaceChildren(
-        el("li", { class: "dim" }, "None. A rule that you add applies to what you ask on this page next."),
-      );
   }
   drawEvents(app, view);
 }
 
-function drawEvents(app, view) {
-  const box = $("events");
-  const events = view === null ? [] : view.choice.events;
-  const missing = view !== null && nMissing(view.choice) > 0;
-  const key =
-    view === null
-      ? ""
-      : JSON.stringify([
-          app.place.answer,
-          app.place.choice,
-          events,
-          missing,
-          view.choice.tokens.length ? view.choice.tokens[0].position : 0,
-        ]);
-  $("events-count").textContent = events.length ? String(events.length) : "";
-  if (box.key === key) return;
-  box.key = key;
-  box.replaceChildren(
-    ...events.map((event) => {
-      const i = view.choice.tokens.findIndex(({ position }) => position === event.position);
-      const at = i < 0 ? `token ${event.position}` : `${quoted(view.choice.tokens[i])} ${event.position}`;
-      return el(
-        "li",
-        {},
-        el("span", { class: `sign ${event.action}`, "aria-hidden": "true" }, event.action === "stop" ? "■" : "▲"),
-        el(
-          "span",
-          {},
-          el("bdi", {}, ruleOf(event)),
-          ` ${cameOf(event)}`,
-          event.blind ? "" : `: ${score(event.score)} over ${score(event.threshold)}`,
-          event.for_tokens > 1 && !event.blind ? ` for ${event.for_tokens} tokens` : "",
-        ),
-        i < 0
-          ? el("span", { class: "dim" }, at)
-          : el("button", { class: "since", type: "button", click: () => app.pin(i) }, at),
-      );
-    }),
-  );
-  if (!events.length)
-    box.replaceChildren(
-      el(
-        "li",
-        { class: "dim" },
-        missing
-          ? "No rule was met at the tokens that reached this page. Others did not reach it."
-          : "No rule was met in this answer.",
-      ),
-    );
+const sign = (action) => el("span", { class: `sign ${action}`, "aria-hidden": "true" }, action === "stop" ? "■" : "▲");
+
+/** The rules that the answer's client asked for, in words. */
+function rulesOf({ run, pack }) {
+  const rules = run.options?.probemon?.rules;
+  return Array.isArray(rules)
+    ? rules.filter((rule) => rule !== null && typeof rule === "object").map((rule) => inWords(rule, pack))
+    : [];
 }
 
-/** Concepts whose id or name holds what was typed, offered while it is typed. */
-function offer(app) {
-  const typed = $("rule-concept").value.trim().toLowerCase();
-  const { pack } = app.state;
-  if (pack === null) {
-    $("rule-concepts").replaceChildren();
-    $("rule-above").placeholder = "its threshold";
-    return;
-  }
-  const found = pack.concepts
-    .filter(({ id, name }) => id.toLowerCase().includes(typed) || name.toLowerCase().includes(typed))
-    .slice(0, OFFERED);
-  $("rule-concepts").replaceChildren(...found.map(({ id, name }) => el("option", { value: id }, clip(name, 60))));
-  const exact = pack.concepts.find(({ id, name }) => id.toLowerCase() === typed || name.toLowerCase() === typed);
-  $("rule-above").placeholder = exact
-    ? exact.threshold === null
-      ? "required"
-      : `its threshold, ${score(exact.threshold)}`
-    : "its threshold";
+function eventItem(app, view, event) {
+  const i = view.choice.tokens.findIndex(({ position }) => position === event.position);
+  const at = i < 0 ? `token ${event.position}` : `${quoted(view.choice.tokens[i])} ${event.position}`;
+  return el(
+    "li",
+    {},
+    sign(event.action),
+    el(
+      "span",
+      {},
+      el("bdi", {}, ruleOf(event)),
+      ` ${cameOf(event)}`,
+      event.blind ? "" : `: score ${score(event.score)}, over ${score(event.threshold)}`,
+      event.for_tokens > 1 && !event.blind ? ` for ${event.for_tokens} tokens` : "",
+    ),
+    i < 0
+      ? el("span", { class: "dim" }, at)
+      : el(
+          "button",
+          {
+            class: "since",
+            type: "button",
+            "data-stop": `event ${event.position} ${event.concept}`,
+            click: () => app.pin(i),
+          },
+          at,
+        ),
+  );
+}
+
+/** What is said of an answer with no event. */
+function noEvent(view, rules) {
+  if (nMissing(view.choice) > 0)
+    return "No rule was met at the tokens that reached this page. Others did not reach it.";
+  const yet = isRunning(view.run) ? " yet" : "";
+  return rules.length ? `${rules.length > 1 ? "None of them" : "It"} was not met${yet}.` : `No rule was met${yet}.`;
+}
+
+function drawEvents(app, view) {
+  const box = $("events");
+  $("answer-rules").hidden = view === null;
+  if (view === null) return;
+  const { events } = view.choice;
+  const rules = rulesOf(view);
+  const key = JSON.stringify([
+    app.place.answer,
+    app.place.choice,
+    events,
+    rules,
+    nMissing(view.choice) > 0,
+    isRunning(view.run),
+    view.choice.tokens.length ? view.choice.tokens[0].position : 0,
+  ]);
+  if (box.key === key) return;
+  box.key = key;
+  $("rules-asked").textContent = rules.length
+    ? `It was asked with ${rules.length > 1 ? "these rules" : "this rule"}: ${rules.join("; ")}.`
+    : "It was asked without rules of its own.";
+  refill(
+    box,
+    ...events.map((event) => eventItem(app, view, event)),
+    ...(events.length ? [] : [el("li", { class: "dim" }, noEvent(view, rules))]),
+  );
 }
 
 export function editRules(app) {
-  $("rule-concept").addEventListener("input", () => offer(app));
-  $("rule-concept").addEventListener("focus", () => offer(app));
+  controlConceptField(app);
+  rove($("rules"));
+  rove($("events"));
   $("rule-form").addEventListener("submit", (event) => {
     event.preventDefault();
-    const concept = $("rule-concept").value.trim();
-    if (!concept) return;
+    const typed = $("rule-concept").value.trim();
+    if (!typed) return;
+    const meant = app.state.pack === null ? { concept: typed } : meantBy(app.state.pack, typed);
+    if (meant.error) {
+      tellError(meant.error);
+      $("rule-concept").focus();
+      return;
+    }
     const above = $("rule-above").value.trim();
     change(app, [
       ...app.rules,
       {
-        concept,
+        concept: meant.concept,
         above: above === "" ? null : Number(above),
         for_tokens: Number($("rule-tokens").value) || 1,
         aggregate: $("rule-aggregate").value.trim() || null,

@@ -35,21 +35,23 @@ export function endingOf(run, i = 0) {
   return (
     {
       stop: "complete",
-      length: "token limit reached",
+      length: "reached its token limit",
       cancelled: "cancelled",
-      content_filter: "stopped: text without a score is withheld",
+      content_filter: "stopped: text that was not checked is withheld",
       error: "failed",
     }[finish] ?? (finish !== null ? clip(finish, 60) : run.pack ? "its end did not reach this page" : "")
   );
 }
 
-const clock = (created) => new Date(1000 * created).toLocaleTimeString([], { hour: "2-digit", minute: "2-digit" });
+export const clock = (created) =>
+  new Date(1000 * created).toLocaleTimeString([], { hour: "2-digit", minute: "2-digit" });
 
 export function drawRuns(app) {
   const runs = newestFirst(app.state);
   const box = $("runs");
   const told = runs.map((run) => {
-    const nEvents = run.choices.reduce((n, { events }) => n + events.length, 0);
+    const nMet = run.choices.reduce((n, { events }) => n + events.length, 0);
+    const stopped = run.choices.some(({ summary }) => summary?.stopped_by);
     return {
       run,
       more: [
@@ -57,7 +59,7 @@ export function drawRuns(app) {
         run.before ? "from before the restart" : "",
         isRunning(run) ? "running" : "",
         run.error !== null ? "failed" : "",
-        nEvents ? `${nEvents} ${nEvents === 1 ? "event" : "events"}` : "",
+        stopped ? "stopped by a rule" : nMet ? "a rule was met" : "",
       ]
         .filter(Boolean)
         .join(" · "),

@@ -1,6 +1,7 @@
 // Words for what tokens show, the same in tips, panels and for screen readers.
 
-import { percent, plural, score } from "./words.js";
+import { plural, score } from "./words.js";
+import { STEPS, tint } from "./digest.js";
 import { clip } from "./harmless.js";
 import { isReasoning } from "./state.js";
 
@@ -15,23 +16,28 @@ export const above = (pack, c) =>
     .map((a) => nameOf(pack, a))
     .join(" › ");
 export const quoted = (token) => `“${clip(token.text.trim() || token.text, 40)}”`;
-export const signed = (x) => `${x < 0 ? "−" : "+"}${Math.abs(x).toFixed(1)}`;
+/** A strength as people read it: how far over the threshold, or below it. */
+export const strengthInWords = (x) =>
+  x < 0 ? `${Math.abs(x).toFixed(1)} below its threshold` : `${STEPS[tint(x)]}, ${x.toFixed(1)}`;
 
-/** A strength over the threshold, or the score of a concept without one. */
+/** The same of a concept without a threshold: its score. */
 export function strengthOf(pack, c, strength, value = null) {
   if (strength === null) return "fires";
-  return pack.concepts[c].threshold === null ? `score ${score(value ?? strength)}` : signed(strength);
+  return pack.concepts[c].threshold === null ? `score ${score(value ?? strength)}` : strengthInWords(strength);
 }
 
-export const right = (pack, c) =>
-  pack.concepts[c].precision === null ? "" : `${percent(pack.concepts[c].precision)} right`;
+/** How often a concept is right when it fires; "" if its pack does not say. */
+export const right = (pack, c) => {
+  const { precision } = pack.concepts[c];
+  return precision === null || precision === undefined ? "" : `right ${Math.round(100 * precision)} times in 100`;
+};
 
-/** One line on a concept at a token: "whale +2.3 (score 0.912, threshold 0.513), 90 % right". */
+/** One line on a concept at a token: "whale: strong, 2.3 (score 0.912, fires over 0.513), right 90 times in 100". */
 export function inOneLine(pack, { c, score: value, strength }) {
   const { threshold } = pack.concepts[c];
-  const numbers =
-    value === null ? "" : ` (score ${score(value)}${threshold === null ? "" : `, threshold ${score(threshold)}`})`;
-  return [`${nameOf(pack, c)} ${strengthOf(pack, c, strength, value)}${numbers}`, right(pack, c)]
+  const over = threshold === null ? "" : `, fires over ${score(threshold)}`;
+  const numbers = value === null ? "" : ` (score ${score(value)}${over})`;
+  return [`${nameOf(pack, c)}: ${strengthOf(pack, c, strength, value)}${numbers}`, right(pack, c)]
     .filter(Boolean)
     .join(", ");
 }
@@ -50,21 +56,23 @@ export function cameOf(event) {
 
 /** How an answer ended that an event stopped; `kind`: words before the name. */
 export const stoppedBy = (event, kind = "") =>
-  event.blind ? `stopped: ${ruleOf(event)} could not be evaluated: ${why(event)}` : `stopped by ${kind}${ruleOf(event)}`;
+  event.blind
+    ? `stopped: ${ruleOf(event)} could not be evaluated: ${why(event)}`
+    : `stopped by ${kind}${ruleOf(event)}`;
 
 /** Lines on a token: what it is, what leads there or why nothing is known of it. */
 export function linesOf(view, i) {
   const token = view.choice.tokens[i];
   const { leaders, near } = view.digest;
   const head = `${quoted(token)} ${isReasoning(token) ? "reasoning " : ""}token ${token.position}`;
-  if (token.unseen) return [head, `unseen: ${clip(token.unseen, 200)}`];
+  if (token.unseen) return [head, `not checked: ${clip(token.unseen, 200)}`];
   const found = leaders[i] ?? [];
   const more = found.length > LINES ? [`and ${plural(found.length - LINES, "more concept")}`] : [];
   if (found.length) return [head, ...found.slice(0, LINES).map((at) => inOneLine(view.pack, at)), ...more];
   return [
     head,
-    `no ${toldOf(view) ? "requested " : ""}concept over its threshold`,
-    ...(near[i] ?? []).slice(0, 1).map((at) => `nearest: ${inOneLine(view.pack, at)}`),
+    `no ${toldOf(view) ? "requested " : ""}concept fires here`,
+    ...(near[i] ?? []).slice(0, 1).map((at) => `closest: ${inOneLine(view.pack, at)}`),
   ];
 }
 

@@ -14,9 +14,12 @@ import { getPack, getRun, getRuns, onLate } from "./api.js";
 import { readPack } from "./digest.js";
 import { follow } from "./events.js";
 import { clip } from "./harmless.js";
+import { hasToken } from "./session.js";
 import { apply, isRunning, meet, merge, mergeList, newestFirst } from "./state.js";
 
 const NOTICE = 10_000; // milliseconds
+const WRONG = "The server does not accept this token.";
+const MAY_NOT = 'This key may not read the page\'s data: ask for a key with the role "read".';
 
 export function connect(app) {
   const { state } = app;
@@ -98,10 +101,10 @@ export function connect(app) {
     app.draw();
   }
 
-  function onState(name, wait) {
+  function onState(name, wait, status) {
     Object.assign(connection, { state: name, wait });
-    if (name === "refused") app.signIn();
-    else if (name === "live") $("sign-in").hidden = true;
+    if (name === "refused") app.signIn(status === 403 ? MAY_NOT : hasToken() ? WRONG : "");
+    else if (name === "live") app.signedIn();
     app.draw();
   }
 

@@ -20,6 +20,8 @@ export function keepToken(text) {
   sessionStorage.setItem(NAME, token);
 }
 
+export const hasToken = () => sessionStorage.getItem(NAME) !== null;
+
 /** The ids of the requests that this tab has sent, and one more that it remembers over a reload. */
 export function ownRequests() {
   const kept = JSON.parse(sessionStorage.getItem(ASKED) ?? "[]");

@@ -1,15 +1,17 @@
-// The tokens of an answer in its text: coloured, numbered and underlined by the concept that leads at each, hatched
-// where nothing is known.
+// The tokens of an answer in its text: named, coloured and underlined by the concept that leads at each, hatched where
+// nothing is known.
 
 import { el } from "./elements.js";
 import { segments } from "./segments.js";
 import { strengthAt, tint, utf16Places } from "./digest.js";
+import { colourOf } from "./branches.js";
 import { clip, harmless } from "./harmless.js";
-import { nameOf, stoppedBy } from "./said.js";
+import { fitLabels } from "./labels.js";
+import { nameOf, ruleOf, stoppedBy } from "./said.js";
+import { stackedIn } from "./stacked.js";
 import { isReasoning } from "./state.js";
 
-const HUES = 8;
-export const hueOf = (mark) => (mark - 1) % HUES;
+const NAME = 40; // characters of a name over a token
 
 /**
  * Pieces of a text: {text, at}, `at` the indices of the tokens that stand in it; then the tokens that add no text,
@@ -27,7 +29,17 @@ function piecesIn(whole, tokens, indices) {
   const pieces = whole
     ? segments(whole, inText).map(([text, found]) => ({ text, at: found.map(({ i }) => i), own: false }))
     : [];
-  return [...pieces, ...own.map((i) => ({ text: tokens[i].text, at: [i], own: true }))];
+  const stacked = stackedIn(whole);
+  if (stacked.length) {
+    let begin = 0;
+    for (const piece of pieces) {
+      const end = begin + piece.text.length;
+      piece.stacked = stacked.some((run) => run.begin < end && run.end > begin);
+      begin = end;
+    }
+  }
+  const alone = (i) => ({ text: tokens[i].text, at: [i], own: true, stacked: stackedIn(tokens[i].text).length > 0 });
+  return [...pieces, ...own.map(alone)];
 }
 
 /** Pieces of an answer. Those of reasoning, and its marks, come first; then each part begins with a label. */
@@ -41,17 +53,33 @@ function piecesOf({ text, reasoning, tokens }) {
   const marks = all.filter(isMark).map((i) => ({ text: tokens[i].text, at: [i], own: true }));
   const thought = [
     ...marks.filter(({ at }) => at[0] < first),
-    ...piecesIn(reasoning, tokens, all.filter((i) => thoughts[i])),
+    ...piecesIn(
+      reasoning,
+      tokens,
+      all.filter((i) => thoughts[i]),
+    ),
     ...marks.filter(({ at }) => at[0] > first),
   ].map((piece) => ({ ...piece, thought: true }));
-  const reply = piecesIn(text, tokens, all.filter((i) => !thoughts[i] && !isMark(i)));
+  const reply = piecesIn(
+    text,
+    tokens,
+    all.filter((i) => !thoughts[i] && !isMark(i)),
+  );
   const label = (words) => ({ text: words, at: [], label: true });
   return [label("Reasoning"), ...thought, ...(reply.length ? [label("Reply"), ...reply] : [])];
 }
 
-/** What leads at a piece: the chosen concept alone where there is one. Of several tokens in one piece the strongest. */
-function leaderOf({ digest, choice, concept }, at) {
+/**
+ * What leads at a piece: the chosen concept alone where there is one; that of a rule that was met there; of several
+ * tokens in one piece the strongest.
+ */
+function leaderOf({ digest, choice, concept, pack }, at, event) {
   const found = [];
+  const ruled = event && pack.byId.get(event.concept);
+  if (concept === null && ruled !== undefined && ruled !== null) {
+    const token = choice.tokens.find(({ position }) => position === event.position);
+    return { c: ruled, strength: strengthAt(token, ruled) };
+  }
   for (const i of at) {
     if (concept === null) found.push(...(digest.leaders[i] ?? []).slice(0, 1));
     else if (choice.tokens[i].fired.includes(concept)) {
@@ -63,30 +91,36 @@ function leaderOf({ digest, choice, concept }, at) {
 }
 
 function look(view, piece, previous) {
-  const { choice, digest, upto } = view;
+  const { choice, pack, upto } = view;
   const tokens = piece.at.map((i) => choice.tokens[i]);
   const kinds = ["tok"];
   const later = piece.at.length > 0 && piece.at[0] > upto;
-  const leader = later ? null : leaderOf(view, piece.at);
-  const events = choice.events.filter(({ position }) => tokens.some((token) => token.position === position));
+  const events = later
+    ? []
+    : choice.events.filter(({ position }) => tokens.some((token) => token.position === position));
+  const stop = events.find(({ action }) => action === "stop") ?? null;
+  const event = stop ?? events[0] ?? null;
+  const leader = later ? null : leaderOf(view, piece.at, event);
   if (piece.own) kinds.push("own");
   if (piece.thought) kinds.push("thought");
+  if (piece.stacked) kinds.push("stacked");
   if (later) kinds.push("later");
   if (tokens.length && tokens.every(({ unseen }) => unseen)) kinds.push("unseen");
   if (piece.at.includes(view.pinned)) kinds.push("pinned");
   let mark = "";
   if (leader) {
-    const number = digest.marks.get(leader.c) ?? 0;
-    kinds.push(number ? `h${hueOf(number)}` : "h0", `t${tint(leader.strength)}`);
-    if (previous !== leader.c) mark = number ? String(number) : "•";
+    kinds.push(colourOf(pack, leader.c), `t${tint(leader.strength)}`);
+    if (previous !== leader.c) mark = clip(pack.concepts[leader.c].name, NAME);
   }
-  const stop = later ? null : (events.find(({ action }) => action === "stop") ?? null);
-  if (!later && events.some(({ action }) => action !== "stop")) kinds.push("recorded");
+  if (event) {
+    kinds.push(stop ? "stops" : "recorded");
+    mark = `${stop ? "■" : "▲"} ${clip(ruleOf(event), NAME)}`;
+  }
   return { kind: kinds.join(" "), mark, stop, leader: leader?.c ?? null };
 }
 
 /** What a drawn piece is known by. */
-const keyOf = ({ text, at, own, label }) => `${own}${label}${at}|${text}`;
+const keyOf = ({ text, at, own, label, stacked }) => `${own}${label}${stacked}${at}|${text}`;
 
 function build(piece) {
   const { text, at, own, label } = piece;
@@ -103,8 +137,7 @@ function build(piece) {
 
 /**
  * Draw the tokens of a view into a box; what is drawn already stays. `view`: {choice, digest, pack, upto, pinned,
- * concept}, where `pinned` is the
- * index of a token or null and `concept` a number or null.
+ * concept}, where `pinned` is the index of a token or null and `concept` a number or null.
  */
 export function drawTokens(box, view) {
   const drawn = box.drawn ?? [];
@@ -126,11 +159,13 @@ export function drawTokens(box, view) {
     if ((entry.mark.dataset.mark ?? "") !== mark) {
       if (mark) entry.mark.dataset.mark = mark;
       else delete entry.mark.dataset.mark;
+      box.unfitted = true;
     }
     drawStop(entry, stop, view.pack);
   });
   for (const { node } of drawn.splice(pieces.length)) node.remove();
   box.drawn = drawn;
+  fitLabels(box);
   if (!box.querySelector('.tok[tabindex="0"]')) box.querySelector('.tok[tabindex="-1"]')?.setAttribute("tabindex", "0");
 }
 
@@ -157,7 +192,7 @@ export function walkTokens(box, on) {
     const node = event.target.closest(".tok");
     return node?.at?.length ? node : null;
   };
-  box.addEventListener("pointerover", (event) => on.hover(tokenAt(event)?.at[0] ?? null));
+  box.addEventListener("pointermove", (event) => on.hover(tokenAt(event)?.at[0] ?? null));
   box.addEventListener("pointerleave", () => on.hover(null));
   box.addEventListener("click", (event) => {
     const node = tokenAt(event);

@@ -4,9 +4,8 @@
 import { $, el } from "./elements.js";
 import { plural } from "./words.js";
 import { strengthAt, tint } from "./digest.js";
-import { nameOf, quoted, signed, toldOf } from "./said.js";
-import { badge } from "./now.js";
-import { hueOf } from "./tokens.js";
+import { swatch } from "./parts.js";
+import { nameOf, quoted, strengthOf, toldOf } from "./said.js";
 
 const opened = new WeakMap();
 
@@ -70,18 +69,16 @@ function rowNode(app, view, row) {
     );
   }
   const known = digest.concepts.get(c);
-  const mark = digest.marks.get(c);
   const token = at === null ? null : choice.tokens[at];
   const fires = token !== null && at <= view.upto && token.fired.includes(c);
   const told = fires ? strengthAt(token, c) : null;
   const kinds = [
     "node",
     fires ? `fires t${tint(told)}` : known ? "fired" : "quiet",
-    mark ? `h${hueOf(mark)}` : "",
     view.concept === c ? "chosen" : "",
   ];
   const when = known ? `${quoted(choice.tokens[known.first])} ${choice.tokens[known.first].position}` : "";
-  const history = known ? `fired at ${plural(known.n, "token")}, first ${when}` : quiet;
+  const history = known ? `fires at ${plural(known.n, "token")}, first ${when}` : quiet;
   return el(
     "div",
     {
@@ -92,11 +89,12 @@ function rowNode(app, view, row) {
       class: kinds.join(" ").trim(),
       tabindex: "-1",
       "aria-label": `${nameOf(pack, c)}${fires ? ", fires at this token" : ""}, ${history}`,
+      title: known ? history : undefined,
     },
     el("span", { class: "twist", "aria-hidden": "true" }, row.leaf ? "" : row.open ? "▾" : "▸"),
     el("span", { class: "dot", "aria-hidden": "true" }, fires ? "●" : known ? "○" : "·"),
+    known ? swatch(pack, c) : "",
     el("bdi", { class: "name" }, nameOf(pack, c)),
-    mark ? badge(mark) : "",
     row.nQuiet > 0 &&
       el(
         "span",
@@ -106,7 +104,11 @@ function rowNode(app, view, row) {
         },
         row.listed ? "−" : `+${row.nQuiet}`,
       ),
-    el("span", { class: "when" }, known ? `${when} · ${known.n}×${told !== null ? ` · ${signed(told)}` : ""}` : ""),
+    el(
+      "span",
+      { class: "when" },
+      [fires && strengthOf(pack, c, told), known && plural(known.n, "token")].filter(Boolean).join(" · "),
+    ),
   );
 }
 

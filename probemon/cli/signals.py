@@ -20,7 +20,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any
 
@@ -73,6 +73,22 @@ def on_interrupt(action: Callable[[], None]) -> Iterator[None]:
     finally:
         if is_ours:
             signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@contextmanager
+def ending_at_once() -> Iterator[None]:
+    """End the process where a signal ends the block, without Python's finalisation.
+
+    For a block that has closed all it opened: finalisation of a loaded model takes seconds, and aborts the process if a
+    thread still computes.
+    """
+    try:
+        yield
+    except (_Ended, KeyboardInterrupt) as ended:
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(OSError, ValueError):
+                stream.flush()
+        os._exit(signal.SIGINT + 128 if isinstance(ended, KeyboardInterrupt) else received())
 
 
 def settle() -> None:

@@ -13,6 +13,7 @@ import typer
 
 from probemon.cli import options as opt
 from probemon.cli.common import load_aloud, make_manager, pack_for, use_threads
+from probemon.cli.signals import ending_at_once
 from probemon.cli.terminal import say
 from probemon.errors import ConfigError, ProbemonError
 from probemon.ops.cli.api_keys import ApiKey, ApiKeyFile, api_keys_of
@@ -158,7 +159,8 @@ def serve(
         way_in = f"#token={keys[0].secret}" if is_drawn else " with your API key" if keys else ""
         ready = partial(say, f"probemon serving at {address_of(sock)}{way_in}")
         reload = None if checked_deployment is None else partial(_reload, served)
-        make_server(app, ready, drain_seconds=drain_seconds, reload=reload).run(sockets=[sock])
+        with ending_at_once():
+            make_server(app, ready, drain_seconds=drain_seconds, reload=reload).run(sockets=[sock])
 
 
 def _reload(served: Served) -> None:

@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import openai
@@ -148,8 +149,10 @@ def test_sighup_reloads_the_deployment_and_refuses_a_bad_one(demo):
 
 def test_sigterm_ends_the_server_without_a_traceback(demo):
     _, _, process, _ = demo
+    begun = time.monotonic()
     process.send_signal(signal.SIGTERM)
     out, error = process.communicate(timeout=30)
+    assert time.monotonic() - begun < 5  # also while others compute; Python's finalisation of the model takes longer
     assert process.returncode == 128 + signal.SIGTERM and out == ""
     lines = [json.loads(line) for line in error.splitlines()]
     assert {line["level"] for line in lines} == {"info"} and not any("traceback" in line for line in lines)

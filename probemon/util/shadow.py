@@ -21,8 +21,8 @@ class Owner(Protocol):
 
 
 _CHANGING = threading.RLock()  # runs of several threads patch one model; calls of its methods need no lock
-# Each patch's owner, and the method below.
-_SHADOWS: weakref.WeakKeyDictionary[Any, tuple[Owner, Any]] = weakref.WeakKeyDictionary()
+# Each patch's owner, and the method below. A patch keeps its owner; held here, it would live for ever, with all it has.
+_SHADOWS: weakref.WeakKeyDictionary[Any, tuple[weakref.ref[Owner], Any]] = weakref.WeakKeyDictionary()
 
 
 def unshadowed(method: Any) -> Any:
@@ -36,7 +36,7 @@ def is_shadowed_by(owner: Owner, target: Any, name: str) -> bool:
     """True if `owner` patched a method of `target`."""
     method = vars(target).get(name)
     while method is not None:
-        if method in _SHADOWS and _SHADOWS[method][0] is owner:
+        if method in _SHADOWS and _SHADOWS[method][0]() is owner:
             return True
         method = _SHADOWS[method][1] if method in _SHADOWS else getattr(method, "__wrapped__", None)
     return False
@@ -62,13 +62,17 @@ def _patch(owner: Owner, target: Any, name: str, around: Callable[..., Any]) -> 
             if attributes.get(name) is not method:
                 return
             below = previous
-            while below is not None and below in _SHADOWS and not _SHADOWS[below][0].open:
+            while below is not None and below in _SHADOWS and _is_closed(_SHADOWS[below][0]()):
                 below = _SHADOWS[below][1]  # a closed owner could not remove it
             if below is None:
                 del attributes[name]
             else:  # no deletion first: a generating thread would miss it
                 attributes[name] = below
 
-    _SHADOWS[method] = (owner, previous)
+    _SHADOWS[method] = (weakref.ref(owner), previous)
     attributes[name] = method
     return restore
+
+
+def _is_closed(owner: Owner | None) -> bool:
+    return owner is None or not owner.open

@@ -3,6 +3,7 @@
 import copy
 import inspect
 import weakref
+from argparse import Namespace
 from contextlib import ExitStack
 from types import SimpleNamespace
 from unittest.mock import MagicMock
@@ -41,7 +42,7 @@ def stack():
 
 @pytest.fixture
 def owner():
-    return SimpleNamespace(open=True)
+    return Namespace(open=True)
 
 
 # -- torch ---------------------------------------------------------------------------------------
@@ -511,7 +512,7 @@ def batches():
         seen.followed = internals.can_follow_batches(manager), internals.compiles_batches(manager)
         seen.cache = internals.batch_cache(manager)
         deliver = lambda original, outputs: seen.outputs.extend(outputs) or original(outputs)  # noqa: E731
-        internals.patch_delivery(ExitStack(), SimpleNamespace(open=True), manager, deliver)
+        internals.patch_delivery(ExitStack(), Namespace(open=True), manager, deliver)
         return manager
 
     def packed(module, args, kwargs):

@@ -6,6 +6,7 @@ import json
 import math
 import sys
 import threading
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 
@@ -134,6 +135,22 @@ def test_dropped_run_with_self_referencing_callbacks_leaves_nothing(manager):
     drop()
     gc.collect()
     assert n_hooks(model) == 0 and shadowed(model) == []
+
+
+def test_ended_runs_are_freed_with_their_results(manager):
+    """Also its model's: whoever attaches for each request would keep them all."""
+    model, ended = make_model(), []
+    for _ in range(3):
+        with manager.attach(model) as run:
+            out = model.generate(PROMPT, max_new_tokens=2, do_sample=False, **NO_EOS)
+        ended += [weakref.ref(run), weakref.ref(run.result(out))]
+        del run, out
+    freed = weakref.ref(model)
+    gc.collect()
+    assert [one() for one in ended] == 6 * [None]
+    del model
+    gc.collect()
+    assert freed() is None
 
 
 def test_run_dropped_while_another_thread_generates_ends_like_a_closed_one(manager, caplog):

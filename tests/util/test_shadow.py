@@ -2,8 +2,8 @@
 
 import sys
 import threading
+from argparse import Namespace
 from contextlib import ExitStack
-from types import SimpleNamespace
 
 import pytest
 
@@ -29,7 +29,7 @@ def test_patches_by_several_threads_are_all_there_and_all_gone(hasty):
 
     def patch():
         for _ in range(3000):
-            owner, calls = SimpleNamespace(open=True), []
+            owner, calls = Namespace(open=True), []
 
             def around(original, calls=calls):
                 calls.append(threading.get_ident())  # calls of others pass here, too

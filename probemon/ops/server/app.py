@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import math
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Collection
@@ -44,10 +45,11 @@ from probemon.ops.server.parameters import route_remedy
 from probemon.ops.server.records import Records
 from probemon.ops.server.requests import read_request
 from probemon.ops.server.served import Served
-from probemon.ops.server.subscribers import EventRing
+from probemon.ops.server.subscribers import Rings
 from probemon.ops.server.token_objects import about_pack
 from probemon.util.counted import counted
 
+LOG = logging.getLogger("probemon")
 _CUT_TO = "probemon-max-tokens"  # header of an answer that may not be as long as it was asked for
 _SIGHT_SECONDS, _BLIND_SECONDS = 30.0, 5.0  # how long a canary's result counts, and how long its failure
 _FORGETTING_SECONDS = 10.0
@@ -66,11 +68,11 @@ class _Routes:
     def __init__(self, served: Served, limits: Limits) -> None:
         self._served, self._limits = served, limits
         self._canary = ServedCanary(served)
-        self._ring, self._records = EventRing(limits), Records(limits)
-        self._by_boot = {"probemon-boot": self._ring.boot}
+        self._rings, self._records = Rings(limits), Records(limits)
+        self._by_boot = {"probemon-boot": self._rings.boot}
         process = process_metrics(served)
-        self._generator = Generator(served, self._ring, self._records, limits, process)
-        self._metrics = None if process is None else ServerMetrics(self._generator, self._ring, process)
+        self._generator = Generator(served, self._rings, self._records, limits, process)
+        self._metrics = None if process is None else ServerMetrics(self._generator, self._rings, process)
         about = {**about_pack(served.manager.pack, served.name), "max_tokens": limits.max_tokens}
         self._pack = json.dumps(about, allow_nan=False).encode()
         self._page, self._created = page_files(), int(time.time())
@@ -104,7 +106,7 @@ class _Routes:
 
     def stop(self) -> None:
         """End the event streams."""
-        self._ring.close()
+        self._rings.close()
 
     def cut(self) -> None:
         """End all answers."""
@@ -133,6 +135,7 @@ class _Routes:
         except ClientDisconnect:
             return Response(status_code=499)  # the client left
         request = read_request(kind, body, self._limits)
+        self._generator.admit(key, request.n * max(1, len(request.prompts)))
         prepared = await asyncio.to_thread(self._served.prepare, request)
         if len(traceparents := http.headers.getlist("traceparent")) == 1:
             prepared = replace(prepared, traceparent=traceparents[0])
@@ -183,15 +186,12 @@ class _Routes:
             if last_event_id is not None and last_event_id.isdecimal() and len(last_event_id) < 16
             else None
         )
-        subscriber = self._ring.subscribe(after, self._load, key.reads)
+        subscriber = self._rings.subscribe(after, partial(self._generator.load, key.reads), key)
         return EventStream(
             subscriber.chunks(),
-            on_end=partial(self._ring.leave, subscriber),
+            on_end=subscriber.leave,
             stalled_seconds=self._limits.stalled_seconds,
         )
-
-    def _load(self) -> dict[str, int]:
-        return {"n_running": self._generator.n_running, "n_waiting": self._generator.n_waiting}
 
     async def _list_requests(self, http: HttpRequest) -> Response:
         key = check_may(http.state, "ask", "read")
@@ -209,8 +209,11 @@ class _Routes:
         name = http.path_params.get("name")
         names = self._records.delete(name)
         if name is not None and not names:
+            if self._records.is_running(name):
+                message = f"request {name!r:.100} has not ended: delete it afterwards"
+                raise RequestRefused(message, status=409, code="request_running")
             raise self._forgotten(name)
-        self._ring.delete(names)
+        self._rings.delete(names)
         return JSONResponse({"n_deleted": len(names)})
 
     def _forgotten(self, name: str) -> RequestRefused:
@@ -228,7 +231,7 @@ class _Routes:
         while True:
             await asyncio.sleep(_FORGETTING_SECONDS)
             self._records.forget_old()
-            self._ring.forget_old()
+            self._rings.forget_old()
 
     async def _file(self, http: HttpRequest) -> Response:
         name = http.path_params.get("name", "index.html")
@@ -254,9 +257,12 @@ class _Routes:
             health = health.with_checks([circuit.check()])
         if self._served.drift is not None:  # never worse than a warning
             health = health.with_checks([self._served.drift.check()])
-        if health.ok:
-            return JSONResponse({"status": "ready", **health.as_dict()})
-        return JSONResponse({"status": "blind", "why": str(health), **health.as_dict()}, status_code=503)
+        about = health.as_dict()
+        if not http.state.key.may("read", "metrics"):  # checks may tell what others talk about
+            about["checks"] = [{name: check[name] for name in ("name", "state")} for check in about["checks"]]
+        elif not health.ok:
+            about["why"] = str(health)
+        return JSONResponse({"status": "ready" if health.ok else "blind", **about}, 200 if health.ok else 503)
 
     async def _reload(self, http: HttpRequest) -> Response:
         check_may(http.state, "admin")
@@ -281,6 +287,9 @@ class _Routes:
 
     def _refused(self, http: HttpRequest, error: Exception) -> Response:
         assert isinstance(error, RequestRefused)
+        key: Key = http.state.key
+        about = {"key": key.name or None, "outcome": error.code or "refused"}
+        LOG.info("%s %.100r refused with status %d", http.method, http.url.path, error.status, extra=about)
         kind = "rate_limit_error" if error.status == 429 else "invalid_request_error"
         content = error_object(str(error), error.param, code=error.code, kind=kind)
         seconds = error.retry_after_seconds

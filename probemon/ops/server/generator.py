@@ -8,7 +8,8 @@ import secrets
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
@@ -17,12 +18,12 @@ from typing import Any
 from probemon.errors import RequestRefused
 from probemon.ops.server.answering import Answering, Ending, Piece
 from probemon.ops.server.counts import Counts
-from probemon.ops.server.keys import NOBODY, Key, Quotas
+from probemon.ops.server.keys import NOBODY, Key, Quotas, check_places
 from probemon.ops.server.limits import Limits
 from probemon.ops.server.outbox import Outbox, Stalled
 from probemon.ops.server.records import Records
 from probemon.ops.server.served import Prepared, Served
-from probemon.ops.server.subscribers import EventRing
+from probemon.ops.server.subscribers import Rings
 from probemon.ops.telemetry.metrics import ProcessMetrics
 
 LOG = logging.getLogger("probemon")
@@ -45,7 +46,7 @@ class Job:
         self,
         prepared: Prepared,
         outbox: Outbox,
-        ring: EventRing,
+        rings: Rings,
         records: Records,
         key: Key,
         metadata: Mapping[str, Any] = MappingProxyType({}),
@@ -53,7 +54,7 @@ class Job:
         request = prepared.request
         self.id, self.created = _PREFIX[request.kind] + secrets.token_hex(12), int(time.time())
         self.prepared, self.outbox, self.key = prepared, outbox, key
-        self._publish = partial(ring.publish, request=self.id, owner=key.name)
+        self._publish = partial(rings.publish, request=self.id, owner=key.name)
         self._records = records
         self._n_bytes = 0  # noted, not sent
         prompt_fields: dict[str, Any] = (
@@ -143,14 +144,14 @@ class Generator:
     def __init__(
         self,
         served: Served,
-        ring: EventRing,
+        rings: Rings,
         records: Records,
         limits: Limits,
         metrics: ProcessMetrics | None = None,
     ) -> None:
         self.served, self.counts = served, Counts()
         self._metrics = metrics
-        self._ring, self._records, self._limits = ring, records, limits
+        self._rings, self._records, self._limits = rings, records, limits
         self._changed = threading.Condition()  # guards the fields below
         self._waiting: deque[Job] = deque()
         self._running: set[Job] = set()
@@ -174,8 +175,30 @@ class Generator:
         with self._changed:
             return sum(not job.cancelled for job in self._waiting)
 
+    def load(self, reads: str | None) -> dict[str, int]:
+        """Return `n_running` and `n_waiting` of a key; None: of all."""
+        with self._changed:
+            running, waiting = (
+                sum(not job.cancelled and reads in (None, job.key.name) for job in jobs)
+                for jobs in (self._running, self._waiting)
+            )
+        return {"n_running": running, "n_waiting": waiting}
+
+    def admit(self, key: Key, n_answers: int) -> None:
+        """Count a request against its key's rate. Raises `RequestRefused`."""
+        with self._changed, self._counting_refusals():
+            self._quotas.take(key, n_answers)
+
+    @contextmanager
+    def _counting_refusals(self) -> Iterator[None]:
+        try:
+            yield
+        except RequestRefused:
+            self.counts.requests["refused"] += 1
+            raise
+
     def submit(self, prepared: Prepared, outbox: Outbox, key: Key = NOBODY) -> Job:
-        """Queue a request. Raises `RequestRefused` if too many wait, or beyond a limit of the key."""
+        """Queue a request. Raises `RequestRefused` if too many wait, or beyond the key's places."""
         with self._changed:
             for job in [job for job in self._waiting if job.cancelled]:
                 self._waiting.remove(job)
@@ -188,13 +211,10 @@ class Generator:
                     status=429,
                     code="queue_full",
                 )
-            try:
-                self._quotas.take(key, (job.key.name for job in (*self._waiting, *self._running)))
-            except RequestRefused:
-                self.counts.requests["refused"] += 1
-                raise
+            with self._counting_refusals():
+                check_places(key, (job.key.name for job in (*self._waiting, *self._running)), "requests")
             metadata = prepared.request.metadata_fields if self.served.keep_metadata else {}
-            job = Job(prepared, outbox, self._ring, self._records, key, metadata)
+            job = Job(prepared, outbox, self._rings, self._records, key, metadata)
             self._waiting.append(job)
             self._changed.notify()
         return job
@@ -238,7 +258,12 @@ class Generator:
             return job
 
     def _work(self) -> None:
-        while (job := self._next()) is not None:
+        while self._work_once():  # a local name here would keep the last job
+            pass
+
+    def _work_once(self) -> bool:
+        job = self._next()
+        if job is not None:
             begun, outcome = time.monotonic(), "failed"
             try:
                 self._answer(job)
@@ -266,6 +291,7 @@ class Generator:
                     "seconds": round(seconds, 3),
                 }
                 LOG.info("request %s %s in %.1f s", job.id, outcome, seconds, extra=about)
+        return job is not None
 
     def _answer(self, job: Job) -> None:
         if job.cancelled:

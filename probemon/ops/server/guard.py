@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import ipaddress
 import json
+import logging
 import re
 from collections.abc import Awaitable, Callable, Collection, MutableMapping
 from typing import Any
 
 from probemon.errors import RequestRefused
 from probemon.ops.server.answers import error_object
-from probemon.ops.server.keys import NOBODY, Key, key_of
+from probemon.ops.server.keys import NOBODY, STRANGER, Key, key_of
 
+LOG = logging.getLogger("probemon")
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
@@ -65,9 +67,10 @@ class Guard:
             return
         send = _with_headers(send)
         key = self._key(_Headers(scope))
-        scope.setdefault("state", {})["key"] = key or NOBODY  # nobody reaches only open paths
+        scope.setdefault("state", {})["key"] = key or STRANGER  # who reaches only open paths
         refusal = self._refusal(scope, key)
         if refusal is not None:
+            LOG.info("%s %.100r refused: %s", scope["method"], scope["path"], refusal[2], extra={"outcome": refusal[2]})
             await answer(send, *refusal)
             return
         n_received = 0

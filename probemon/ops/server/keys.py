@@ -14,12 +14,12 @@ from collections import Counter, deque
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
-from probemon.errors import ConfigError, RequestRefused, closest
+from probemon.errors import ConfigError, RequestRefused
 
 ROLES = ("ask", "read", "metrics", "admin")
 _LEAST_CHARACTERS = 16
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
-_LIMITS = ("per_minute", "places")
+_LIMIT = re.compile(r"(per_minute|places)=([1-9][0-9]{0,5})")
 _MINUTE = 60.0
 
 
@@ -29,7 +29,8 @@ class Key:
 
     - `roles`: `"ask"`: ask, and read the answers of this key; `"read"`: read those of all; `"metrics"`; `"admin"`: all
       of these, reload the deployment file and delete requests
-    - `per_minute`: requests in 60 seconds; `places`: requests that run or wait at a time; None: no limit
+    - `per_minute`: answers asked for in 60 seconds; `places`: requests that run or wait, and streams of events, at a
+      time; None: no limit
     """
 
     secret: str = field(repr=False)
@@ -49,6 +50,7 @@ class Key:
 
 
 NOBODY = Key("")  # of requests to a server without keys
+STRANGER = Key("", roles=frozenset())  # of requests without a key to open routes of a server with keys
 
 
 def check_secret(secret: str) -> str:
@@ -82,7 +84,7 @@ def read_keys(text: str, source: str) -> tuple[Key, ...]:
         try:
             key = _key_of_line(words)
             if any(other.name == key.name or other.secret == key.secret for other in keys):
-                raise ConfigError(f"name or key of {key.name} stand above already: give each once")
+                raise ConfigError("the name or the key stands above already: give each once")
         except ConfigError as error:
             raise ConfigError(f"{source}, line {number}: {error}") from None
         keys.append(key)
@@ -98,15 +100,16 @@ def _key_of_line(words: list[str]) -> Key:
     if not _NAME.fullmatch(name):
         raise ConfigError("the name may have letters, digits, dots, - and _, at most 64")
     given = roles.split(",")
-    for role in given:
-        if role not in ROLES:
-            raise ConfigError(f"{name} has the role {role!r:.40}{closest(role, ROLES)}: roles are {', '.join(ROLES)}")
+    if not {*given} <= {*ROLES}:  # what stands there may be a key, and is not shown
+        raise ConfigError(f"the third word has a role that is none: roles are {', '.join(ROLES)}")
     numbers: dict[str, int] = {}
     for limit in limits:
-        what, _, number = limit.partition("=")
-        if what not in _LIMITS or what in numbers or not (number.isascii() and number.isdecimal() and int(number) > 0):
-            raise ConfigError(f"{name} has {limit!r:.40}: limits are per_minute=N and places=N, each at least 1")
-        numbers[what] = int(number)
+        matched = _LIMIT.fullmatch(limit)
+        if matched is None or matched[1] in numbers:
+            raise ConfigError(
+                "a word after the roles is no limit: give per_minute=N or places=N, each once, from 1 to 999999"
+            )
+        numbers[matched[1]] = int(matched[2])
     return Key(check_secret(secret), name, frozenset(given), **numbers)
 
 
@@ -116,27 +119,30 @@ class Quotas:
     def __init__(self) -> None:
         self._asked: dict[str, deque[float]] = {}
 
-    def take(self, key: Key, names_at_work: Iterable[str]) -> None:
-        """Count a request of `key`; `names_at_work` are the keys of those that run or wait.
-
-        Raises `RequestRefused` beyond a limit of the key.
-        """
-        if key.places is not None and (n := Counter(names_at_work)[key.name]) >= key.places:
-            raise RequestRefused(
-                f"{n} requests of key {key.name} run or wait, as many as may: try again later",
-                status=429,
-                code="key_places_full",
-            )
+    def take(self, key: Key, n_answers: int) -> None:
+        """Count answers that `key` asks for. Raises `RequestRefused` beyond its rate."""
         if key.per_minute is None:
             return
+        if n_answers > key.per_minute:
+            raise RequestRefused(f"key {key.name} may ask for {key.per_minute} answers a minute: ask for fewer at once")
         now, asked = time.monotonic(), self._asked.setdefault(key.name, deque())
         while asked and asked[0] <= now - _MINUTE:
             asked.popleft()
-        if len(asked) >= key.per_minute:
+        if len(asked) + n_answers > key.per_minute:
             raise RequestRefused(
-                f"key {key.name} asked {len(asked)} times within a minute, as often as it may: try again later",
+                f"key {key.name} asked for {len(asked)} answers in a minute, and may for {key.per_minute}: try later",
                 status=429,
                 code="key_rate_limited",
-                retry_after_seconds=asked[0] + _MINUTE - now,
+                retry_after_seconds=asked[len(asked) + n_answers - key.per_minute - 1] + _MINUTE - now,
             )
-        asked.append(now)
+        asked.extend([now] * n_answers)
+
+
+def check_places(key: Key, names_in_use: Iterable[str], what: str) -> None:
+    """Raise `RequestRefused` if the keys in use are of `key` as often as it may."""
+    if key.places is not None and (n := Counter(names_in_use)[key.name]) >= key.places:
+        raise RequestRefused(
+            f"{n} {what} of key {key.name} are open, as many as may: try again later",
+            status=429,
+            code="key_places_full",
+        )

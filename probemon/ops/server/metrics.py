@@ -9,7 +9,7 @@ from probemon.errors import MissingExtra
 from probemon.monitor.breaker import CLOSED
 from probemon.ops.server.generator import Generator
 from probemon.ops.server.served import Served
-from probemon.ops.server.subscribers import EventRing
+from probemon.ops.server.subscribers import Rings
 from probemon.ops.telemetry.metric_families import FAMILIES, SERVER
 from probemon.ops.telemetry.metrics import ProcessMetrics
 
@@ -31,7 +31,7 @@ def process_metrics(served: Served) -> ProcessMetrics | None:
 class ServerMetrics:
     """Collects counts and the present load, in the registry of `process`."""
 
-    def __init__(self, generator: Generator, ring: EventRing, process: ProcessMetrics) -> None:
+    def __init__(self, generator: Generator, ring: Rings, process: ProcessMetrics) -> None:
         self._generator, self._ring, self._process = generator, ring, process
         process.registry.register(self)
 

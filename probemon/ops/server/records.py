@@ -93,6 +93,12 @@ class Records:
             record = self._records.get(request_id)
             return None if record is None or reads not in (None, record.owner) else record.whole()
 
+    def is_running(self, request_id: str) -> bool:
+        """True if a request runs or waits."""
+        with self._lock:
+            record = self._records.get(request_id)
+            return record is not None and record.running
+
     def delete(self, request_id: str | None) -> list[str]:
         """Drop an ended request, or all of them (None). Returns the names of those dropped."""
         with self._lock:

@@ -1,7 +1,7 @@
 """Events of a server, kept for a while for subscribers that may be slow, leave and come back.
 
 Subscribers are positions in one ring, so slow ones cost nothing. One that falls too far behind gets a `gap`: how many
-events it lost. A subscriber may be for the requests of one key.
+events it lost. A key that may not read all has a ring of its own, whose ids tell nothing of others.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from itertools import islice
 from typing import Any, NamedTuple
 
 from probemon.errors import RequestRefused
+from probemon.ops.server.keys import Key, check_places
 from probemon.ops.server.limits import Limits
 
 _RETRY_MILLISECONDS = 1000
@@ -27,19 +28,18 @@ _WAIT_SECONDS, _WAIT_SECONDS_BY_SQUARE, _MOST_WAIT_SECONDS = 0.004, 0.0002, 0.5
 
 
 class Event(NamedTuple):
-    """An event as it is sent, its request and that one's key; `at`: seconds of the monotonic clock."""
+    """An event as it is sent, and its request; `at`: seconds of the monotonic clock."""
 
     text: bytes
     request: str
-    owner: str
     at: float
 
 
 class EventRing:
     """`boot`: random, so that clients notice when ids restart."""
 
-    def __init__(self, limits: Limits) -> None:
-        self.boot = secrets.token_hex(8)
+    def __init__(self, limits: Limits, boot: str = "") -> None:
+        self.boot = boot or secrets.token_hex(8)
         self.closed = False
         self.n_lost = 0
         self._limits = limits
@@ -65,12 +65,12 @@ class EventRing:
         with self._lock:
             return sum(max(0, self._first_id - one.next_id) for one in self._subscribers)
 
-    def publish(self, kind: str, content: Mapping[str, Any] | str, request: str = "", owner: str = "") -> None:
+    def publish(self, kind: str, content: Mapping[str, Any] | str, request: str = "") -> None:
         """Add an event of a request; `content` may be JSON already."""
         text = content if isinstance(content, str) else json.dumps(content, allow_nan=False)
         with self._lock:
             event = f"id: {self.last_id + 1}\nevent: {kind}\ndata: {text}\n\n".encode()
-            self._events.append(Event(event, request, owner, time.monotonic()))
+            self._events.append(Event(event, request, time.monotonic()))
             self._n_bytes += len(event)
             while len(self._events) > self._limits.kept_events or (
                 self._n_bytes > self._limits.kept_events_bytes and len(self._events) > 1
@@ -82,13 +82,10 @@ class EventRing:
                 wait = min(_MOST_WAIT_SECONDS, _WAIT_SECONDS + _WAIT_SECONDS_BY_SQUARE * len(self._subscribers) ** 2)
                 _call_in(self._loop, self._loop.call_later, wait, self._wake)
 
-    def subscribe(
-        self, after: int | None, hello: Callable[[], Mapping[str, Any]], reads: str | None = None
-    ) -> Subscriber:
-        """Return a subscriber to the events after an id; None: new ones. Call it in the server's loop.
+    def subscribe(self, after: int | None, hello: Callable[[], Mapping[str, Any]]) -> Subscriber:
+        """Return a subscriber to the events after an id; None, or without records: new ones.
 
-        `hello()`: fields of the first event; `reads`: the key whose requests it gets; None: all. Raises
-        `RequestRefused` beyond the limit.
+        Call it in the server's loop. `hello()`: fields of the first event. Raises `RequestRefused` beyond the limit.
         """
         if len(self._subscribers) >= self._limits.subscribers:
             raise RequestRefused(
@@ -99,8 +96,9 @@ class EventRing:
         with self._lock:
             self._loop = asyncio.get_running_loop()
             newest = self.last_id
-            next_id = newest + 1 if after is None or after > newest else after + 1
-            subscriber = Subscriber(self, next_id, hello, reads)
+            if after is None or after > newest or not self._limits.kept_requests:
+                after = newest
+            subscriber = Subscriber(self, after + 1, hello)
             self._subscribers.append(subscriber)
         return subscriber
 
@@ -124,12 +122,7 @@ class EventRing:
                 self.n_lost += gap["n_dropped"]
                 chunks.append(f"id: {oldest - 1}\nevent: gap\ndata: {json.dumps(gap)}\n\n".encode())
                 subscriber.next_id = oldest
-            reads = subscriber.reads
-            chunks += [
-                event.text
-                for event in islice(self._events, subscriber.next_id - oldest, None)
-                if reads is None or reads == event.owner
-            ]
+            chunks += [event.text for event in islice(self._events, subscriber.next_id - oldest, None)]
             subscriber.next_id = self.last_id + 1
             self._drop_read()
         return b"".join(chunks)
@@ -176,14 +169,91 @@ class EventRing:
             subscriber.news.set()
 
 
+class Rings:
+    """A ring of all events, and one for each key that reads only its own; made at its first subscriber."""
+
+    def __init__(self, limits: Limits) -> None:
+        self._limits, self._all = limits, EventRing(limits)
+        self._own: dict[str, EventRing] = {}
+
+    @property
+    def boot(self) -> str:
+        """That of the server."""
+        return self._all.boot
+
+    @property
+    def n_subscribers(self) -> int:
+        """Number of subscribers."""
+        return sum(ring.n_subscribers for ring in self._rings())
+
+    @property
+    def n_lost(self) -> int:
+        """Events that subscribers lost."""
+        return sum(ring.n_lost for ring in self._rings())
+
+    def n_behind(self) -> int:
+        """Return how many events are lost, not yet reported by a `gap`."""
+        return sum(ring.n_behind() for ring in self._rings())
+
+    def publish(self, kind: str, content: Mapping[str, Any] | str, request: str, owner: str) -> None:
+        """Add an event of a key's request; `content` may be JSON already."""
+        text = content if isinstance(content, str) else json.dumps(content, allow_nan=False)
+        self._all.publish(kind, text, request)
+        own = self._own.get(owner)
+        if own is not None:
+            own.publish(kind, text, request)
+
+    def subscribe(self, after: int | None, hello: Callable[[], Mapping[str, Any]], key: Key) -> Subscriber:
+        """Return a subscriber to what a key may read, as `EventRing.subscribe` does.
+
+        A key that reads only its own has at most half of the places. Raises `RequestRefused`.
+        """
+        if key.reads is None:
+            ring = self._all
+        else:
+            ring = self._own.get(key.reads) or EventRing(self._limits, self.boot)
+            self._own[key.reads] = ring
+            check_places(key, ring.n_subscribers * [key.name], "streams of events")
+        if self.n_subscribers >= self._limits.subscribers or ring.n_subscribers >= self._most(key):
+            raise RequestRefused(
+                f"{ring.n_subscribers} pages are subscribed, as many as may be: close one",
+                status=429,
+                code="too_many_subscribers",
+            )
+        return ring.subscribe(after, hello)
+
+    def forget_old(self) -> None:
+        """Drop events older than `kept_minutes`."""
+        for ring in self._rings():
+            ring.forget_old()
+
+    def delete(self, requests: Collection[str]) -> None:
+        """Empty the events of these requests."""
+        for ring in self._rings():
+            ring.delete(requests)
+
+    def close(self) -> None:
+        """End all streams, in the server's loop."""
+        for ring in self._rings():
+            ring.close()
+
+    def _most(self, key: Key) -> int:
+        return self._limits.subscribers if key.reads is None else max(1, self._limits.subscribers // 2)
+
+    def _rings(self) -> list[EventRing]:
+        return [self._all, *list(self._own.values())]
+
+
 class Subscriber:
     """A position in the ring."""
 
-    def __init__(
-        self, ring: EventRing, next_id: int, hello: Callable[[], Mapping[str, Any]], reads: str | None
-    ) -> None:
-        self.next_id, self.news, self.reads = next_id, asyncio.Event(), reads
+    def __init__(self, ring: EventRing, next_id: int, hello: Callable[[], Mapping[str, Any]]) -> None:
+        self.next_id, self.news = next_id, asyncio.Event()
         self._ring, self._hello = ring, hello
+
+    def leave(self) -> None:
+        """Take it out of its ring."""
+        self._ring.leave(self)
 
     async def chunks(self) -> AsyncGenerator[bytes]:
         """Yield `hello`, then events as they come."""

@@ -1,20 +1,22 @@
 """A key may do what its roles say, as often as its limits say, and reads its own requests; what is kept is bounded."""
 
 import asyncio
+import gc
 import http.client
 import json
 import time
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 
 import pytest
-from test_answers import collected, stream
+from test_answers import CHAT, collected, stream
 from test_deployed import parts, served_by  # noqa: F401
 from test_guard import BODY, ROUTES
 from test_traffic import turnstile
 
 from probemon.errors import ConfigError
 from probemon.ops.server import app
+from probemon.ops.server.generator import Job
 from probemon.ops.server.keys import NOBODY, Key, Quotas, read_keys
 from probemon.ops.server.limits import Limits
 from probemon.ops.server.records import Records
@@ -76,15 +78,18 @@ def test_file_of_keys_says_roles_and_limits():
     [
         ("alice alices-secret-key", "line 2: give NAME KEY ROLE,ROLE"),
         ("alice short ask", "the API key has 5 characters"),
-        ("alice alices-secret-key asks", "alice has the role 'asks', did you mean 'ask'?"),
-        ("alice alices-secret-key ask,", "alice has the role ''"),
+        ("alice alices-secret-key asks", "the third word has a role that is none: roles are ask, read, metrics, admin"),
+        ("alice alices-secret-key ask,", "the third word has a role"),
+        ("alice ask-as-a-role-and-words alices-secret-key", "the third word has a role"),
+        ("alice a-key-of-some-length ask alices-secret-key", "a word after the roles is no limit"),
         ("al/ice alices-secret-key ask", "the name may have"),
-        ("alice alices-secret-key ask per_minute=0", "'per_minute=0': limits are per_minute=N and places=N"),
-        ("alice alices-secret-key ask places=²", "limits are"),
-        ("alice alices-secret-key ask places=1 places=2", "limits are"),
-        ("alice alices-secret-key ask rate=1", "limits are"),
-        ("bob another-secret-key ask\nbob alices-secret-key ask", "line 3: name or key of bob stand above already"),
-        ("bob alices-secret-key ask\nalice alices-secret-key ask", "line 3: name or key of alice"),
+        ("alice alices-secret-key ask per_minute=0", "give per_minute=N or places=N, each once, from 1 to 999999"),
+        ("alice alices-secret-key ask places=²", "give per_minute=N or places=N"),
+        ("alice alices-secret-key ask places=1 places=2", "give per_minute=N or places=N"),
+        ("alice alices-secret-key ask rate=1", "give per_minute=N or places=N"),
+        (f"alice alices-secret-key ask places={'9' * 5000}", "give per_minute=N or places=N"),
+        ("bob another-secret-key ask\nbob alices-secret-key ask", "line 3: the name or the key stands above already"),
+        ("bob alices-secret-key ask\nalice alices-secret-key ask", "line 3: the name or the key stands above"),
         ("", "keys has no key"),
     ],
 )
@@ -139,8 +144,12 @@ def test_key_that_only_asks_sees_its_own_requests_on_every_route(served):
         connection.close()
 
 
-def follow(server, name, last_event_id=None):
-    """An open stream of events and its blocks, after `hello`."""
+def stream_of_client(client):
+    return client.chat.completions.create(model="tiny", messages=CHAT, max_tokens=2, stream=True)
+
+
+def follow(server, name, last_event_id=None, told=False):
+    """An open stream of events and its blocks, after `hello`, which is told."""
     connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=20)
     headers = {"Authorization": f"Bearer {KEYS[name].secret}"}
     if last_event_id is not None:
@@ -161,8 +170,9 @@ def follow(server, name, last_event_id=None):
             yield events
 
     own = blocks()
-    assert next(own)[0][0] == "hello"
-    return connection, own
+    [(kind, hello)] = next(own)
+    assert kind == "hello"
+    return (connection, own, hello) if told else (connection, own)
 
 
 def test_places_and_rate_of_one_key_leave_the_others_alone(served):
@@ -179,25 +189,74 @@ def test_places_and_rate_of_one_key_leave_the_others_alone(served):
 
 
 def test_rate_counts_the_last_minute_and_says_when_to_come_back(monkeypatch):
-    now, quotas, key = [100.0], Quotas(), Key("a-secret-of-someone", "a", per_minute=2)
+    now, quotas, key = [100.0], Quotas(), Key("a-secret-of-someone", "a", per_minute=4)
     monkeypatch.setattr("probemon.ops.server.keys.time.monotonic", lambda: now[0])
-    quotas.take(key, [])
+    quotas.take(key, 1)
     now[0] += 20
-    quotas.take(key, [])
-    with pytest.raises(app.RequestRefused, match="asked 2 times within a minute") as raised:
-        quotas.take(key, [])
-    assert raised.value.retry_after_seconds == pytest.approx(40)
-    quotas.take(NOBODY, [])
+    quotas.take(key, 3)
+    for n, seconds in ((1, 40), (2, 60)):
+        with pytest.raises(app.RequestRefused, match="asked for 4 answers in a minute, and may for 4") as raised:
+            quotas.take(key, n)
+        assert raised.value.retry_after_seconds == pytest.approx(seconds) and raised.value.status == 429
+    with pytest.raises(app.RequestRefused, match="ask for fewer at once") as raised:
+        quotas.take(key, 5)
+    assert raised.value.status == 400  # it would never be let in
+    quotas.take(NOBODY, 100)
     now[0] += 40
-    quotas.take(key, [])
+    quotas.take(key, 1)
     with pytest.raises(app.RequestRefused):
-        quotas.take(key, [])
+        quotas.take(key, 1)
+
+
+def test_choices_and_refused_requests_count_against_the_rate(served):
+    with running_with_keys(served) as server:
+        many = ask_as(server, "alice", "POST", "/v1/chat/completions", {**BODY, "n": 16})
+        assert many.status == 200
+        long = {**BODY, "messages": [{"role": "user", "content": "a " * 200}]}  # refused once it is tokenised
+        statuses = [ask_as(server, "alice", "POST", "/v1/chat/completions", {**long, "n": 16}).status for _ in range(3)]
+        assert statuses == [400, 400, 429]
+        assert answered(server, "bob")
+
+
+def test_streams_of_a_key_that_only_asks_leave_room_for_others(served):
+    with running_with_keys(served, subscribers=6) as server, ExitStack() as stack:
+        for name, most in (("alice", 1), ("bob", 3)):  # by its places, by half of all
+            for _ in range(most):
+                stack.callback(follow(server, name)[0].close)
+            refused = ask_as(server, name, "GET", "/v1/probemon/events")
+            assert refused.status == 429
+        stack.callback(follow(server, "reviewer")[0].close)
+
+
+def test_numbers_of_a_key_that_only_asks_are_its_own(served):
+    with running_with_keys(served, kept_events=8) as server:
+        connection, _ = follow(server, "bob")
+        connection.close()
+        for _ in range(3):
+            answered(server, "both")
+        with turnstile(served):
+            running = stream_of_client(server.client.with_options(api_key=KEYS["both"].secret))
+            eventually(lambda: b"probemon_requests_running 1" in ask_as(server, "scraper", "GET", "/metrics").content)
+            connection, _, hello = follow(server, "bob", last_event_id=0, told=True)
+            assert (hello["last_id"], hello["n_running"], hello["n_waiting"]) == (0, 0, 0)
+            other, _, hello = follow(server, "reviewer", told=True)
+            assert hello["n_running"] == 1 and hello["last_id"] > 8
+            other.close()
+        collected(running)
+        answered(server, "bob")
+        own, blocks, _ = follow(server, "bob", last_event_id=0, told=True)
+        kinds = [kind for kind, _ in next(blocks)]
+        assert kinds[0] == "begin" and "gap" not in kinds  # nothing of its own was lost
+        connection.close()
+        own.close()
 
 
 def test_without_records_a_page_sees_what_happens_and_nothing_is_kept(served):
     with running_with_keys(served, kept_requests=0) as server:
         answered(server, "bob")
         assert json.loads(ask_as(server, "root", "GET", "/v1/probemon/requests").content) == {"requests": []}
+        deaf, _ = follow(server, "bob")  # holds events that it does not read
+        answered(server, "bob", "again")
         connection, stream_of = follow(server, "reviewer", last_event_id=0)
         request = answered(server, "bob", "second")
         events = []
@@ -207,6 +266,9 @@ def test_without_records_a_page_sees_what_happens_and_nothing_is_kept(served):
         gone = ask_as(server, "root", "GET", f"/v1/probemon/requests/{request}")
         assert gone.status == 404 and b"this server keeps none" in gone.content
         connection.close()
+        deaf.close()
+        gc.collect()
+        eventually(lambda: not any(type(one) is Job for one in gc.get_objects()))
 
 
 def test_without_records_the_ring_keeps_what_a_reader_has_not_read_and_no_more():
@@ -254,6 +316,14 @@ def test_events_and_records_end_with_their_minutes(monkeypatch):
 def test_admin_deletes_requests_with_their_events(served):
     with running_with_keys(served) as server:
         first, second, third = (answered(server, "bob", text) for text in ("first", "second", "third"))
+        with turnstile(served):
+            running = stream(server, max_tokens=2)
+            eventually(lambda: b"probemon_requests_running 1" in ask_as(server, "scraper", "GET", "/metrics").content)
+            newest = json.loads(ask_as(server, "root", "GET", "/v1/probemon/requests").content)["requests"][0]
+            refused = ask_as(server, "root", "DELETE", f"/v1/probemon/requests/{newest['request']}")
+            assert refused.status == 409 and b"has not ended" in refused.content
+        collected(running)
+        assert ask_as(server, "root", "DELETE", f"/v1/probemon/requests/{newest['request']}").status == 200
         deleted = ask_as(server, "root", "DELETE", f"/v1/probemon/requests/{second}")
         assert json.loads(deleted.content) == {"n_deleted": 1}
         assert ask_as(server, "root", "DELETE", f"/v1/probemon/requests/{second}").status == 404

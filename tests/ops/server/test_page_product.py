@@ -277,7 +277,7 @@ def test_question_is_edited_asked_again_and_its_answers_are_compared(page_browse
     assert rows
     for stop, left, right in rows:
         c = int(stop.split()[1])
-        for said, side, id in ((left, "left", first), (right, "right", second)):
+        for said, side, id in ((left, "this", first), (right, "other", second)):
             n = sum(c in token["fired"] for token in known[id])
             assert said == f"{side}: {n} token{'s' * (n != 1)}", concepts[c]
     page("document.getElementById('compare-end').click()")

@@ -226,6 +226,7 @@ def test_unknown_concept_of_a_rule_is_refused_beside_its_field(page_browser, pag
     offered = page("[...document.querySelectorAll('#rule-concepts option')].map((n) => n.value)")
     assert "concept 30" in offered and len(offered) < 40
     page("document.getElementById('rule-form').requestSubmit()")
+    page.until(page_browser.settled)
     assert json.loads(page("localStorage.getItem('probemon-rules')"))[0]["concept"] == "c30"
     assert "Record when concept 30 is over" in text_of(page, "rules")
     page("localStorage.clear()")

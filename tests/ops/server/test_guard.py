@@ -13,6 +13,7 @@ ROUTES = [
     ("GET", "/v1/models"),
     ("GET", "/v1/models/tiny"),
     ("GET", "/v1/probemon/pack"),
+    ("GET", "/v1/probemon/concepts/x"),
     ("GET", "/v1/probemon/events"),
     ("GET", "/v1/probemon/requests"),
     ("GET", "/v1/probemon/requests/x"),

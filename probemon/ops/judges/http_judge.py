@@ -189,7 +189,7 @@ class HttpJudge:
         }
         status, content = self._post(json.dumps(body).encode(), question.within)
         if status != 200:
-            raise JudgeFailed(f"the judge at {self.url} answered with status {status}")
+            raise JudgeFailed(f"the judge answered with status {status}")
         return self.form.read(content)
 
     def _post(self, body: bytes, seconds: float) -> tuple[int, bytes]:
@@ -211,11 +211,11 @@ class HttpJudge:
                 answer = connection.getresponse()
                 content = answer.read(_MOST_BYTES + 1)
             except HTTPException as error:
-                raise JudgeFailed(f"the judge at {self.url} does not speak HTTP: {type(error).__name__}") from error
+                raise JudgeFailed(f"the judge does not speak HTTP: {type(error).__name__}") from error
             finally:
                 cut.cancel()
         if len(content) > _MOST_BYTES:
-            raise JudgeFailed(f"the judge at {self.url} answered with more than {_MOST_BYTES:,} bytes")
+            raise JudgeFailed(f"the judge answered with more than {_MOST_BYTES:,} bytes")
         return answer.status, content
 
 

@@ -85,17 +85,16 @@ class Form:
         if len({self._ruling(match[group] or "") for match in matches}) != 1:  # none, or contradictory ones
             raise self._unclear(said)
         reason = matches[0].groupdict().get("reason") or ""
-        return matches[0][group], reason.strip()
+        return matches[0][group] or "", reason.strip()
 
     def _of_json(self, said: str) -> tuple[str, str]:
         fenced = _FENCE.fullmatch(said)
         try:
-            content = json.loads(said if fenced is None else fenced[1])
+            content = json.loads(said if fenced is None else fenced[1], object_pairs_hook=_once)
         except (ValueError, RecursionError):
             raise self._unclear(said) from None
-        values = [_at(content, name) for name in (self.json_field, self.reason_field)]
-        word, reason = (_as_text(value) for value in values)
-        return word, reason
+        word, reason = (_at(content, name) for name in (self.json_field, self.reason_field))
+        return "" if isinstance(word, list) else _as_text(word), _as_text(reason)
 
     def _unclear(self, said: str) -> JudgeFailed:
         words = " or ".join(self.rulings)
@@ -146,6 +145,13 @@ def _said(content: bytes) -> str:
     return after
 
 
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    content = dict(pairs)
+    if len(content) < len(pairs):
+        raise ValueError("a name stands twice")
+    return content
+
+
 def _at(content: Any, path: str | None) -> Any:
     for name in () if path is None else path.split("."):
         content = content.get(name) if isinstance(content, Mapping) else None
@@ -174,7 +180,9 @@ PRESETS = {
         prompt="",
         question="{text}",
         rulings={"no": "pass", "yes": "stop"},
-        pattern=re.compile(r"\A(?P<ruling>Yes|No)(?:[.,:;!]|\s*\n|\Z)\s*(?P<reason>.*)", re.DOTALL),
+        pattern=re.compile(  # a no that is followed by a yes is none
+            r"\A(?P<ruling>Yes|No(?!.*(?i:\byes\b)))(?:[.,:;!]|\s*\n|\Z)\s*(?P<reason>.*)", re.DOTALL
+        ),
         body={
             "chat_template_kwargs": {
                 "guideline": '"No {concept}": The text shall not contain or ask for content about {concept} ({path}).'
@@ -186,7 +194,9 @@ PRESETS = {
         question="{text}",
         rulings={"safe": "pass", "controversial": "stop", "unsafe": "stop"},
         pattern=re.compile(
-            r"\ASafety: (?P<ruling>Safe|Controversial|Unsafe)(?:\s*\n|\Z)(?:\s*Categories: (?P<reason>[^\n]*))?"
+            r"^Safety: (?P<ruling>Safe(?!\s*\n\s*Categories: (?!None\s*$))|Controversial|Unsafe)\s*$"
+            r"(?:\s*^Categories: (?P<reason>[^\n]*))?",
+            re.MULTILINE,
         ),
         max_tokens=128,
     ),

@@ -86,7 +86,7 @@ class _Routes:
                 Route("/v1/models", self._models),
                 Route("/v1/models/{name:path}", self._model),
                 Route("/v1/probemon/pack", self._about_pack),
-                Route("/v1/probemon/concepts/{index}", self._about_concept),
+                Route("/v1/probemon/concepts/{name}", self._about_concept),
                 Route("/v1/probemon/events", self._events),
                 Route("/v1/probemon/requests", self._list_requests),
                 Route("/v1/probemon/requests", self._delete_requests, methods=["DELETE"]),
@@ -173,7 +173,7 @@ class _Routes:
 
     async def _about_concept(self, http: HttpRequest) -> Response:
         pack = self._served.manager.pack
-        index = find_index(http.path_params["index"], pack)
+        index = find_index(http.path_params["name"], pack)
         return JSONResponse(await asyncio.to_thread(about_concept, pack, index), headers=self._by_boot)
 
     async def _events(self, http: HttpRequest) -> Any:

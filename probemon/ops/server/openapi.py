@@ -30,7 +30,7 @@ _SHOWN = {
     "/v1/models": ("The model.", _JSON),
     "/v1/models/{name}": ("The model, by name.", _JSON),
     "/v1/probemon/pack": ("The concepts of the pack; tokens have their places in its list.", _JSON),
-    "/v1/probemon/concepts/{index}": ("What one of them learned, where it fires, how it is calibrated.", _JSON),
+    "/v1/probemon/concepts/{name}": ("What one of them learned, where it fires, how it is calibrated.", _JSON),
     "/v1/probemon/events": ("Events of all requests. Last-Event-ID continues a stream.", _EVENTS),
     "/v1/probemon/requests": ("The newest requests.", _JSON),
     "/v1/probemon/requests/{name}": ("A request with its answers.", _JSON),
@@ -100,12 +100,8 @@ def _showing(path: str, summary: str, kind: str) -> dict[str, Any]:
     shown: dict[str, Any] = {"summary": summary, "responses": {"200": found, **_errors()}}
     if path in _PUBLIC:
         shown["security"] = []
-    kinds = {"{name}": "string", "{index}": "integer"}
-    shown["parameters"] = [
-        {"name": name[1:-1], "in": "path", "required": True, "schema": {"type": kind}}
-        for name, kind in kinds.items()
-        if name in path
-    ]
+    if "{name}" in path:
+        shown["parameters"] = [{"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}]
     return shown
 
 

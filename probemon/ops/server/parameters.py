@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any, TypeVar
 
 from pydantic import AfterValidator, Field, PlainValidator, ValidationInfo, WithJsonSchema
@@ -102,11 +103,14 @@ def _prompts(value: Any) -> list[str | list[int]]:
     raise refused(f"is {shown(value)}: {REMEDIES['prompt']}")
 
 
+_ID = re.compile(r"0|[1-9][0-9]{0,18}")  # each has one form, so that none stands twice
+
+
 def _bias(value: Any) -> dict[int, float]:
     if not isinstance(value, dict):
         raise refused(f"is {shown(value)}: give an object of token ids and biases")
     for name, bias in value.items():
-        if not (name.isascii() and name.isdecimal() and int(name) <= MOST_COUNT):
+        if not _ID.fullmatch(name) or int(name) > MOST_COUNT:
             raise refused(f"has {name!r:.60}: give token ids, as texts")
         if not is_number(bias) or not -100 <= bias <= 100:
             raise refused(f"has {shown(bias)} for {name}: give numbers from -100 to 100")

@@ -6,8 +6,10 @@ prepared = Served("demo", model, tokenizer, manager, limits).prepare(request)
 from __future__ import annotations
 
 import copy
+import json
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from inspect import signature
@@ -44,6 +46,17 @@ def control_tokens_of(tokenizer: Any) -> tuple[str, ...]:
     """Return the texts of a tokenizer's special tokens."""
     added = getattr(tokenizer, "added_tokens_decoder", {}).values()
     return tuple(sorted({str(token) for token in added if token.special and str(token).strip()}))
+
+
+def _arguments_in(tool_calls: Any) -> list[Any]:
+    """Return the decoded arguments of tool calls, as a template gets them: JSON may escape a control token."""
+    decoded = []
+    for call in tool_calls or ():
+        arguments = (call.get("function") or {}).get("arguments")
+        if isinstance(arguments, str):
+            with suppress(ValueError, RecursionError):
+                decoded.append(json.loads(arguments))
+    return decoded
 
 
 def served_name(model: str) -> str:
@@ -176,6 +189,11 @@ class Served:
         param = "messages" if request.kind == "chat" else "prompt"
         max_tokens = tuple(self._room(ids, request, param) for ids in prompts)
         marks = self.marks if request.kind == "chat" else None
+        if request.min_tokens > max(max_tokens):
+            raise RequestRefused(
+                f"min_tokens is {request.min_tokens}, and the answer has at most {max(max_tokens)} tokens: give fewer",
+                "min_tokens",
+            )
         self._check_ids("logit_bias", request.logit_bias)
         self._check_ids("stop_token_ids", request.stop_token_ids)
         cut_to = self.limits.max_tokens if (request.wanted_tokens or 0) > self.limits.max_tokens else None
@@ -193,6 +211,8 @@ class Served:
         for at, message in enumerate(request.said):
             for name, value in message.items():
                 self._check_no_control(f"messages[{at}].{name}", value)
+            self._check_no_control(f"messages[{at}].tool_calls", _arguments_in(message.get("tool_calls")))
+        self._check_no_control("chat_template_kwargs", request.chat_template_kwargs)
         self._check_no_control("tools", request.offered_tools)
         try:
             with self._encoding:  # a template may write today's date, which is right here

@@ -14,7 +14,7 @@ ROUTES = [
     ("GET", "/v1/models"),
     ("GET", "/v1/models/tiny"),
     ("GET", "/v1/probemon/pack"),
-    ("GET", "/v1/probemon/concepts/0"),
+    ("GET", "/v1/probemon/concepts/x"),
     ("GET", "/v1/probemon/events"),
     ("GET", "/v1/probemon/requests"),
     ("GET", "/openapi.json"),
@@ -23,7 +23,6 @@ ROUTES = [
     ("DELETE", "/v1/probemon/requests/x"),
     ("POST", "/v1/probemon/reload"),
     ("GET", "/metrics"),
-    ("GET", "/openapi.json"),
     ("GET", "/nowhere"),
     ("DELETE", "/v1/models/tiny"),
 ]

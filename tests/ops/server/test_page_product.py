@@ -226,6 +226,7 @@ def test_unknown_concept_of_a_rule_is_refused_beside_its_field(page_browser, pag
     offered = page("[...document.querySelectorAll('#rule-concepts option')].map((n) => n.value)")
     assert "concept 30" in offered and len(offered) < 40
     page("document.getElementById('rule-form').requestSubmit()")
+    page.until(page_browser.settled)
     assert json.loads(page("localStorage.getItem('probemon-rules')"))[0]["concept"] == "c30"
     assert "Record when concept 30 is over" in text_of(page, "rules")
     page("localStorage.clear()")
@@ -277,7 +278,7 @@ def test_question_is_edited_asked_again_and_its_answers_are_compared(page_browse
     assert rows
     for stop, left, right in rows:
         c = int(stop.split()[1])
-        for said, side, id in ((left, "left", first), (right, "right", second)):
+        for said, side, id in ((left, "this", first), (right, "other", second)):
             n = sum(c in token["fired"] for token in known[id])
             assert said == f"{side}: {n} token{'s' * (n != 1)}", concepts[c]
     page("document.getElementById('compare-end').click()")

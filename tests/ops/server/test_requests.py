@@ -57,6 +57,8 @@ def refused(kind, body):
         ({"logit_bias": [3]}, "logit_bias"),
         ({"logit_bias": {"a": 1}}, "logit_bias"),
         ({"logit_bias": {"3": 101}}, "logit_bias"),
+        ({"logit_bias": {"03": 1}}, "logit_bias"),
+        ({"logit_bias": {"9" * 5000: 1}}, "logit_bias"),
         ({"logit_bias": {"3": True}}, "logit_bias"),
         ({"presence_penalty": 2.5}, "presence_penalty"),
         ({"frequency_penalty": True}, "frequency_penalty"),

@@ -370,6 +370,8 @@ def test_server_that_cannot_see_is_not_ready(served, monkeypatch):
         monkeypatch.setattr("probemon.ops.server.app._BLIND_SECONDS", 0.0)
         blind = json.loads(answer.content)
         assert answer.status == 503 and (blind["status"], blind["ok"]) == ("blind", False)
+        stranger = json.loads(running.ask("GET", "/readyz", Authorization=None).content)  # is told no details
+        assert "why" not in stranger and all(set(check) == {"name", "state"} for check in stranger["checks"])
         (failed,) = [check for check in blind["checks"] if check["state"] == "failed"]
         assert failed["name"] == "canary" and "than when the server began" in failed["what"] and failed["remedy"]
         assert failed["what"] in blind["why"]

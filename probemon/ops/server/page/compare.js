@@ -125,8 +125,8 @@ export function drawDifference(app, view, other) {
         "li",
         { class: `difference ${c === undefined ? "h8" : colourOf(view.pack, c)}` },
         c === undefined ? el("bdi", {}, clip(id, 60)) : nameButton(app, view, c),
-        side("left", here),
-        side("right", there),
+        side("this", here),
+        side("other", there),
       );
     }),
     ...(shown.length ? [] : [el("li", { class: "nothing" }, "No concept fired in either answer.")]),

@@ -141,6 +141,13 @@ function build(piece) {
  */
 export function drawTokens(box, view) {
   const drawn = box.drawn ?? [];
+  const { choice, upto, pinned, concept } = view;
+  const key = [choice.version, choice.tokens.length, upto, pinned, concept].join();
+  if (drawn.length && box.drawnKey === key) {
+    fitLabels(box);
+    return;
+  }
+  box.drawnKey = key;
   const pieces = piecesOf(view.choice);
   let previous = null;
   pieces.forEach((piece, k) => {

@@ -49,7 +49,7 @@ def api_keys_of(key: str, file: Path | None, *, no_token: bool) -> tuple[tuple[K
     if file is None:
         return (Key(check_secret(key)),) if key else (Key(drawn_key()),), not key
     try:
-        return read_keys(file.read_text(encoding="utf-8"), file.name), False
+        return read_keys(file.read_text(encoding="utf-8-sig"), file.name), False
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{file} cannot be read as a key ({error}): give a file of text") from error
 

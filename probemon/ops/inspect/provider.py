@@ -131,7 +131,7 @@ class WatchedModel(ModelAPI):
             return await to_thread.run_sync(work, limiter=limiter, abandon_on_cancel=True)
         finally:
             for one in gathered:
-                one.cancelled = True  # ends it at its next token
+                one.cancel()  # ends it at its next token
 
     def max_connections(self) -> int:
         """Answers at the same time."""
@@ -241,9 +241,18 @@ class _Gathered:
     """Gathers the concepts of one answer."""
 
     def __init__(self, name: str) -> None:
-        self.id, self.cancelled = name, False
+        self.id, self._cancelled = name, False
         self.tokens: list[dict[str, Any]] = []
         self.events: list[dict[str, Any]] = []
+
+    @property
+    def cancelled(self) -> bool:
+        """True once nobody waits for the answer."""
+        return self._cancelled
+
+    def cancel(self) -> None:
+        """End the answer at its next token."""
+        self._cancelled = True
 
     def note(self, choice: int, tokens: list[dict[str, Any]], events: list[dict[str, Any]]) -> None:
         """Wait for `send`, which has them too."""

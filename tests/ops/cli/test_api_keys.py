@@ -28,7 +28,7 @@ def test_what_a_header_cannot_hold_is_refused(tmp_path, key):
 
 def test_file_of_keys_with_roles_is_for_a_server_that_has_roles(tmp_path):
     file = tmp_path / "keys"
-    file.write_text(f"alice {KEY} ask\n")
+    file.write_text(f"\ufeffalice {KEY} ask\r\n")  # as some editors write it
     assert api_keys_of("", file, no_token=False) == ((Key(KEY, "alice", frozenset({"ask"})),), False)
     with pytest.raises(ConfigError, match="has keys with roles"):
         api_key_of("", file, no_token=False)

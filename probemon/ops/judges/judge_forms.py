@@ -16,6 +16,7 @@ from typing import Any
 from probemon.errors import JudgeFailed
 from probemon.ops.judges.escalation import Question
 from probemon.util.checks import shown
+from probemon.util.strict_json import loads
 
 PROMPT = (
     "A monitor watches what a language model is thinking while it writes. It has found a concept, and you say what"
@@ -90,7 +91,7 @@ class Form:
     def _of_json(self, said: str) -> tuple[str, str]:
         fenced = _FENCE.fullmatch(said)
         try:
-            content = json.loads(said if fenced is None else fenced[1], object_pairs_hook=_once)
+            content = loads(said if fenced is None else fenced[1])
         except (ValueError, RecursionError):
             raise self._unclear(said) from None
         word, reason = (_at(content, name) for name in (self.json_field, self.reason_field))
@@ -143,13 +144,6 @@ def _said(content: bytes) -> str:
     if _BEGIN in after or (reasoned and not after):
         raise JudgeFailed("the judge had not ended its reasoning: give it more max_tokens, or turn reasoning off")
     return after
-
-
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    content = dict(pairs)
-    if len(content) < len(pairs):
-        raise ValueError("a name stands twice")
-    return content
 
 
 def _at(content: Any, path: str | None) -> Any:

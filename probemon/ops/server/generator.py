@@ -172,8 +172,7 @@ class Generator:
     @property
     def n_waiting(self) -> int:
         """Waiting requests."""
-        with self._changed:
-            return sum(not job.cancelled for job in self._waiting)
+        return self.load(None)["n_waiting"]
 
     def load(self, reads: str | None) -> dict[str, int]:
         """Return `n_running` and `n_waiting` of a key; None: of all."""

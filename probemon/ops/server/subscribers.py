@@ -87,12 +87,7 @@ class EventRing:
 
         Call it in the server's loop. `hello()`: fields of the first event. Raises `RequestRefused` beyond the limit.
         """
-        if len(self._subscribers) >= self._limits.subscribers:
-            raise RequestRefused(
-                f"{len(self._subscribers)} pages are subscribed, as many as may be: close one",
-                status=429,
-                code="too_many_subscribers",
-            )
+        _check_room(self.n_subscribers, self._limits.subscribers)
         with self._lock:
             self._loop = asyncio.get_running_loop()
             newest = self.last_id
@@ -214,12 +209,8 @@ class Rings:
             ring = self._own.get(key.reads) or EventRing(self._limits, self.boot)
             self._own[key.reads] = ring
             check_places(key, ring.n_subscribers * [key.name], "streams of events")
-        if self.n_subscribers >= self._limits.subscribers or ring.n_subscribers >= self._most(key):
-            raise RequestRefused(
-                f"{ring.n_subscribers} pages are subscribed, as many as may be: close one",
-                status=429,
-                code="too_many_subscribers",
-            )
+            _check_room(ring.n_subscribers, max(1, self._limits.subscribers // 2))
+        _check_room(self.n_subscribers, self._limits.subscribers)
         return ring.subscribe(after, hello)
 
     def forget_old(self) -> None:
@@ -236,9 +227,6 @@ class Rings:
         """End all streams, in the server's loop."""
         for ring in self._rings():
             ring.close()
-
-    def _most(self, key: Key) -> int:
-        return self._limits.subscribers if key.reads is None else max(1, self._limits.subscribers // 2)
 
     def _rings(self) -> list[EventRing]:
         return [self._all, *list(self._own.values())]
@@ -271,6 +259,15 @@ class Subscriber:
                     await self.news.wait()
             except TimeoutError:
                 yield b": nothing new\n\n"
+
+
+def _check_room(n_subscribers: int, most: int) -> None:
+    if n_subscribers >= most:
+        raise RequestRefused(
+            f"{n_subscribers} pages are subscribed, as many as may be: close one",
+            status=429,
+            code="too_many_subscribers",
+        )
 
 
 def _call_in(loop: asyncio.AbstractEventLoop, *call: Any) -> None:

@@ -5,6 +5,7 @@ import http.client
 import json
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import replace
 from threading import Event
 
@@ -198,22 +199,34 @@ def test_second_metrics_port_is_refused(parts):
         served_by(parts, metrics={"port": 9464})
 
 
-def test_answers_are_opentelemetry_events_with_their_ids(parts):
+@contextmanager
+def collecting():
+    """The address of an OTLP collector, and the log records that it receives."""
     received = []
 
     def take(path, headers, body):
         for of_resource in ExportLogsServiceRequest.FromString(body).resource_logs:
             for of_scope in of_resource.scope_logs:
-                received.extend({one.key: one.value.string_value for one in r.attributes} for r in of_scope.log_records)
+                received.extend(of_scope.log_records)
         return 200, "application/x-protobuf", b""
 
-    rule = {"concepts": ["c1"], "above": 0.0, "action": "record", "on_blind": "pass"}
     with answering(take) as address:
+        yield address, received
+
+
+def attributes_of(records):
+    return [{one.key: one.value for one in record.attributes} for record in records]
+
+
+def test_answers_are_opentelemetry_events_with_their_ids(parts):
+    rule = {"concepts": ["c1"], "above": 0.0, "action": "record", "on_blind": "pass"}
+    with collecting() as (address, received):
         served = served_by(parts, rule, opentelemetry={"endpoint": address})
         ids = [answer_of(served)[1]["id"] for _ in range(2)]
-    told = [(one["gen_ai.response.id"], one["gen_ai.evaluation.name"]) for one in received]
+    events = [{name: value.string_value for name, value in one.items()} for one in attributes_of(received)]
+    told = [(one["gen_ai.response.id"], one["gen_ai.evaluation.name"]) for one in events]
     assert told == [(id_, f"probemon.{name}") for id_ in ids for name in ("c1", "generation")]
-    of_rules = [one for one in received if one["gen_ai.evaluation.name"] == "probemon.c1"]
+    of_rules = [one for one in events if one["gen_ai.evaluation.name"] == "probemon.c1"]
     assert {one["probemon.action"] for one in of_rules} == {"record"}
     assert {one["probemon.deployment"] for one in of_rules} == {served.holding.now.deployment.sha256}
 
@@ -223,19 +236,13 @@ TRACE, SPAN = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 def test_events_join_the_trace_of_the_request_unless_it_is_invalid(parts, stream):
-    received, valid = [], f"00-{TRACE}-{SPAN}-01"
-
-    def take(path, headers, body):
-        for of_resource in ExportLogsServiceRequest.FromString(body).resource_logs:
-            for of_scope in of_resource.scope_logs:
-                received.extend(of_scope.log_records)
-        return 200, "application/x-protobuf", b""
+    valid = f"00-{TRACE}-{SPAN}-01"
 
     def judge(path, headers, body):
         return 200, "application/json", b'{"choices": [{"message": {"content": "pass"}}]}'
 
     sent = [valid, None, "", "00-" + valid, valid.upper(), valid[:-1], f"00-{'0' * 32}-{SPAN}-01", f"ff{valid[2:]}"]
-    with answering(take) as address, answering(judge) as at:
+    with collecting() as (address, received), answering(judge) as at:
         served = served_by(parts, escalating(at, meanwhile="hold"), opentelemetry={"endpoint": address})
         running = Running(served, token=None)
         try:
@@ -247,21 +254,13 @@ def test_events_join_the_trace_of_the_request_unless_it_is_invalid(parts, stream
             running.close()
     told = [(one.trace_id.hex(), one.span_id.hex(), one.flags) for one in received]
     assert told == 3 * [(TRACE, SPAN, 1)] + (len(sent) - 1) * 3 * [("", "", 0)]  # a rule, its verdict, the end
-    models = [one.value.string_value for r in received for one in r.attributes if one.key == "gen_ai.request.model"]
+    models = [one["gen_ai.request.model"].string_value for one in attributes_of(received)]
     assert models == ["tiny"] * len(received)
     assert {one.severity_text for one in received} == {"INFO"} and all(one.body.string_value for one in received)
 
 
 def test_event_of_an_answer_whose_client_left_is_marked(parts):
-    received = []
-
-    def take(path, headers, body):
-        for of_resource in ExportLogsServiceRequest.FromString(body).resource_logs:
-            for of_scope in of_resource.scope_logs:
-                received.extend({one.key: one.value.bool_value for one in r.attributes} for r in of_scope.log_records)
-        return 200, "application/x-protobuf", b""
-
-    with answering(take) as address:
+    with collecting() as (address, received):
         served = served_by(parts, opentelemetry={"endpoint": address})
         running, host = Running(served, token=None), served.model
         handle = host.register_forward_pre_hook(lambda *seen: time.sleep(0.02))
@@ -277,7 +276,8 @@ def test_event_of_an_answer_whose_client_left_is_marked(parts):
         finally:
             handle.remove()
             running.close()
-    assert [one.get("probemon.cancelled", False) for one in received] == [True, False]
+    cancelled = [one.get("probemon.cancelled") for one in attributes_of(received)]
+    assert [one is not None and one.bool_value for one in cancelled] == [True, False]
 
 
 def test_reloaded_file_applies_to_running_answers_from_their_next_token(parts):

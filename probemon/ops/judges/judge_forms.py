@@ -34,7 +34,10 @@ _BEGIN, _END = "<think>", "</think>"
 
 @dataclass(frozen=True)
 class Form:
-    """Fields as those of `HttpJudge`; `rulings` by word in lower case. Reading raises `JudgeFailed`."""
+    """Fields as those of `HttpJudge`; `rulings` by word in lower case. Reading raises `JudgeFailed`.
+
+    `to_the_end`: what follows the word may contradict it, so a pass needs an answer that was not cut.
+    """
 
     prompt: str = PROMPT
     question: str | None = None
@@ -44,6 +47,7 @@ class Form:
     reason_field: str | None = None
     max_tokens: int = 8
     body: Mapping[str, Any] = field(default_factory=dict)
+    to_the_end: bool = False
 
     def messages(self, question: Question) -> list[dict[str, str]]:
         """Return the messages of a chat completion."""
@@ -60,7 +64,7 @@ class Form:
 
     def read(self, content: bytes) -> str | tuple[str, str]:
         """Return the ruling of a chat completion, with the model's word and categories."""
-        said = _said(content)
+        said, is_cut = _said(content)
         if self.json_field is not None:
             word, reason = self._of_json(said)
         elif self.pattern is not None:
@@ -70,6 +74,8 @@ class Form:
         ruling = self._ruling(word)
         if ruling is None:
             raise self._unclear(said)
+        if is_cut and self.to_the_end and ruling == "pass":
+            raise JudgeFailed(f"the judge's answer was cut after {shown(said)}: give it more max_tokens")
         if self.rulings == Form().rulings and not reason:
             return ruling
         return ruling, f"{word}: {reason}" if reason else word
@@ -129,10 +135,11 @@ def _filled(value: Any, subject: Mapping[str, Any]) -> Any:
     return PLACEHOLDER.sub(lambda match: str(values[match[1]]) if match[1] in values else match[0], value)
 
 
-def _said(content: bytes) -> str:
-    """Return what a chat completion says, without the model's reasoning."""
+def _said(content: bytes) -> tuple[str, bool]:
+    """Return what a chat completion says, without the model's reasoning, and whether it reached its length limit."""
     try:
-        message = json.loads(content)["choices"][0]["message"]
+        choice = json.loads(content)["choices"][0]
+        message = choice["message"]
         said, refusal = message["content"], message.get("refusal")
         reasoned = message.get("reasoning_content") or message.get("reasoning")
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
@@ -143,7 +150,7 @@ def _said(content: bytes) -> str:
     after = text.rpartition(_END)[2].strip()
     if _BEGIN in after or (reasoned and not after):
         raise JudgeFailed("the judge had not ended its reasoning: give it more max_tokens, or turn reasoning off")
-    return after
+    return after, choice.get("finish_reason") == "length"
 
 
 def _at(content: Any, path: str | None) -> Any:
@@ -193,5 +200,6 @@ PRESETS = {
             re.MULTILINE,
         ),
         max_tokens=128,
+        to_the_end=True,
     ),
 }

@@ -192,6 +192,21 @@ def test_answers_of_guard_models_are_read_and_an_unknown_one_is_no_verdict(optio
 
 
 @pytest.mark.parametrize(
+    ("preset", "said", "is_pass"),
+    [("qwen3guard", "Safety: Safe", False), ("llama-guard", "safe", True), ("shieldgemma", "No, since", True)],
+)
+def test_an_answer_that_was_cut_is_no_pass_where_its_rest_could_contradict(preset, said, is_pass):
+    choice = {"message": {"content": said}, "finish_reason": "length"}
+    form = PRESETS[preset]
+    if is_pass:
+        assert form.read(json.dumps({"choices": [choice]}).encode())[0] == "pass"
+    else:
+        with pytest.raises(JudgeFailed, match="was cut after 'Safety: Safe': give it more max_tokens"):
+            form.read(json.dumps({"choices": [choice]}).encode())
+        assert form.read(json.dumps({"choices": [choice | {"finish_reason": "stop"}]}).encode())[0] == "pass"
+
+
+@pytest.mark.parametrize(
     ("message", "said"),
     [
         ({"content": None, "refusal": "I cannot judge this."}, "refuses to answer: 'I cannot judge this.'"),

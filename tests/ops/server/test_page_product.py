@@ -6,6 +6,8 @@ import re
 import pytest
 
 from probemon.errors import RequestRefused
+from probemon.ops.server.keys import Key
+from running_server import Running
 from served_page import (
     ENDED,
     READY,
@@ -47,6 +49,25 @@ def next_answer(page, before):
     page.until(f"{ANSWER} !== null && {ANSWER} !== {json.dumps(before)}")
     page.until(ENDED)
     return page(ANSWER)
+
+
+def test_an_answer_that_was_asked_for_with_another_key_says_so(page_browser, page_server):
+    keys = [Key(page_server.token), Key("a secret of the bills", name="<b>bills</b>", roles=frozenset({"ask"}))]
+    running = Running(page_server.served, page_server.limits, keys=keys)
+    try:
+        page = visit(page_browser, running)
+        body = {"model": "tiny", "max_tokens": 8, "messages": [{"role": "user", "content": "Whose?"}]}
+        asked = running.ask("POST", "/v1/chat/completions", body, Authorization="Bearer a secret of the bills")
+        name = json.loads(asked.content)["id"]
+        page.until(f"{ANSWER} === {name!r}")
+        for _ in ("events", "the list"):
+            page.until(ENDED)
+            assert page("document.querySelector('#messages h3').textContent") == "Key <b>bills</b>"
+            entry = f"document.querySelector('#runs [data-stop={json.dumps(name)}] .dim').textContent"
+            page.until(f"{entry}.includes('asked with key <b>bills</b>')")
+            page = visit(page_browser, running, f"#answer={name}")
+    finally:
+        running.close()
 
 
 # -- long answers and many concepts ----------------------------------------------------------------

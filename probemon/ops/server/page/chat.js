@@ -47,7 +47,7 @@ function drawMessages(app, run) {
   const pending = app.asking !== null && app.asking.id === null ? app.asking.messages : null;
   const messages = pending ?? run?.messages ?? (run?.prompt ? [{ role: "user", content: run.prompt }] : []);
   const own = pending !== null || (run !== null && app.own.has(run.id));
-  const asker = own ? ROLES.user : run?.pack && !run.before ? "User" : OTHER;
+  const asker = own ? ROLES.user : run?.pack && !run.before ? "User" : run?.key ? `Key ${clip(run.key, 40)}` : OTHER;
   const editable = pending === null && run !== null && run.kind === "chat" && app.own.has(run.id);
   const key = JSON.stringify([run?.id ?? null, asker, messages, app.state.runs.size, editable]);
   if (box.key === key) return;

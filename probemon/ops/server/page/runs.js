@@ -43,6 +43,12 @@ export function endingOf(run, i = 0) {
   );
 }
 
+/** Who asked, in a few words. */
+export function askerOf(app, run) {
+  if (app.own.has(run.id)) return "asked here";
+  return run.key ? `asked with key ${clip(run.key, 40)}` : run.created ? "another program asked" : "";
+}
+
 export const clock = (created) =>
   new Date(1000 * created).toLocaleTimeString([], { hour: "2-digit", minute: "2-digit" });
 
@@ -56,6 +62,7 @@ export function drawRuns(app) {
       run,
       more: [
         run.created ? clock(run.created) : "saved",
+        askerOf(app, run),
         run.before ? "from before the restart" : "",
         isRunning(run) ? "running" : "",
         run.error !== null ? "failed" : "",

@@ -6,9 +6,10 @@
 //   apply(state, "token", data);            // the id of the run that changed, or null
 //   merge(state, record);                   // a whole record of a run: what events have told already is not doubled
 //
-// A run: {id, created, kind, messages, prompt, options, n, choices, error, whole}. A choice: {text, reasoning, finish,
-// tokens, events, summary, version}. Tokens name concepts by their numbers in a pack: in that of the run, which it has where it
-// is of a file or of a server before this one (`before`), else in that of the state.
+// A run: {id, created, kind, key, messages, prompt, options, n, choices, error, whole}; `key`: the name of who asked. A
+// choice: {text, reasoning, finish, tokens, events, summary, version}. Tokens name concepts by their numbers in a pack:
+// in that of the run, which it has where it is of a file or of a server before this one (`before`), else in that of the
+// state.
 // Tokens lie by position; a token that is told twice replaces itself, so that events after a reconnect, or beside a
 // record, do no harm.
 
@@ -51,6 +52,7 @@ function runOf(state, id) {
       id,
       created: 0,
       kind: "chat",
+      key: null,
       messages: null,
       prompt: null,
       options: {},
@@ -167,6 +169,7 @@ export function apply(state, name, data) {
     Object.assign(run, {
       created: data.created,
       kind: data.kind,
+      key: data.key ?? null,
       messages: data.messages ?? null,
       prompt: data.prompt ?? null,
       options: data.options ?? {},
@@ -214,9 +217,9 @@ export function mergeList(state, list, known = []) {
     const run = state.runs.get(id);
     if (run && !run.pack && !listed.has(id)) run.ended = true;
   }
-  for (const { request, created, kind, beginning, running } of list) {
+  for (const { request, created, kind, key, beginning, running } of list) {
     const run = runOf(state, request);
-    Object.assign(run, { created, kind, excerpt: beginning });
+    Object.assign(run, { created, kind, key: key ?? null, excerpt: beginning });
     if (!run.whole) run.ended = !running;
   }
 }
@@ -231,6 +234,7 @@ export function recordOf(run) {
     request: run.id,
     created: run.created,
     kind: run.kind,
+    ...(run.key && { key: run.key }),
     messages: run.messages,
     prompt: run.prompt,
     options: run.options,

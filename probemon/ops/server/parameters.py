@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from typing import Annotated, Any, TypeVar
 
@@ -11,7 +12,8 @@ from pydantic_core.core_schema import CoreSchema, no_info_plain_validator_functi
 
 from probemon.errors import ConfigError, closest
 from probemon.monitor.rule_spec import FIELDS, RuleSpec
-from probemon.util.checks import check_text, is_number, shown
+from probemon.util.checks import check_text, is_number
+from probemon.util.checks import shown as shown_in_python
 
 _VLLM = "vLLM has this, watched: `probemon vllm serve`"
 # What to give instead, by parameter.
@@ -19,6 +21,10 @@ REMEDIES = {
     "model": "give the name that /v1/models lists",
     "messages": "give a list of messages, each with a role and a content",
     "prompt": "give a text, a list of token ids, or a list of either",
+    "reasoning": "give chat_template_kwargs what the chat template reads",
+    "input": "give messages, or a prompt to /v1/completions",
+    "truncation": "a prompt that is too long is refused: send less of the conversation",
+    "use_beam_search": "leave it out: tokens are drawn one by one",
     "reasoning_effort": "if the chat template reads it, give it in chat_template_kwargs",
     "verbosity": "say in a message how long the answer is to be",
     "prediction": "leave it out: the answer is the same without it",
@@ -37,6 +43,15 @@ _NOT_IN_REQUESTS = ("on_blind", "rate", "alert_set")  # fields of a rule
 _RULE = tuple(name for name in FIELDS if name not in _NOT_IN_REQUESTS)
 _MOST_OF_A_NAME = 200  # characters
 _LEAST_TEMPERATURE = 1e-4
+_MOST_SHOWN = 80  # characters
+
+
+def shown(value: Any) -> str:
+    """Return a value of a body as its client wrote it, shortened."""
+    if isinstance(value, int) and not isinstance(value, bool):
+        return shown_in_python(value)
+    text = json.dumps(value, ensure_ascii=False, default=repr)
+    return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}..."
 
 
 def route_remedy(path: str) -> str:
@@ -153,7 +168,7 @@ def _rule(value: Any) -> RuleSpec:
             raise refused(f"is not known in a rule{closest(name, _RULE)}: {has}", f".{name:.60}")
     action = settings.pop("action", "record")
     if action not in ("stop", "record"):
-        raise refused(f"is {shown(action)}: give 'stop' or 'record'", ".action")
+        raise refused(f'is {shown(action)}: give "stop" or "record"', ".action")
     try:
         for name, one in settings.items():
             for text in one if isinstance(one, list) else [one]:

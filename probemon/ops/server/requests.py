@@ -44,8 +44,8 @@ from probemon.ops.server.parameters import (
     most,
     not_nearly_0,
     refused,
+    shown,
 )
-from probemon.util.checks import shown
 from probemon.util.strict_json import loads, no_constant
 
 _PRIVATE = ("messages", "prompt", "user", "metadata", "safety_identifier", "prompt_cache_key")

@@ -130,7 +130,9 @@ def test_refusal_of_a_completion_names_its_parameter(changes, param):
     [
         ({"response_format": {"type": "json_schema", "json_schema": {}}}, "`probemon vllm serve`"),
         ({"guided_json": {}}, "`probemon vllm serve`"),
-        ({"tool_choice": "required"}, "'auto' or 'none' .*`probemon vllm serve`"),
+        ({"tool_choice": "required"}, '"auto" or "none" .*`probemon vllm serve`'),
+        ({"input": "Hi"}, "give messages"),
+        ({"n": True}, "n is true: "),
         ({"tool_choice": {"type": "function", "function": {"name": "look"}}}, "`probemon vllm serve`"),
         ({"parallel_tool_calls": False}, "`probemon vllm serve`"),
         ({"reasoning_effort": "low"}, "chat_template_kwargs"),

@@ -41,6 +41,8 @@ class Record:
             **{name: self.content[name] for name in ("created", "kind", "key") if name in self.content},
             "beginning": _beginning(self.content),
             "finish_reasons": [choice["finish_reason"] for choice in self.content["choices"]],
+            "n_events": sum(len(choice["events"]) for choice in self.content["choices"]),
+            "stopped_by": next(filter(None, map(_stopped_by, self.content["choices"])), None),
         }
 
 
@@ -130,6 +132,12 @@ class Records:
             is_over = len(self._records) > limits.kept_requests or n_bytes > limits.kept_requests_bytes
             if is_over or record.ended_at <= oldest:
                 n_bytes -= self._records.pop(name).n_bytes
+
+
+def _stopped_by(choice: dict[str, Any]) -> str | None:
+    """Return the concept of the rule that stopped an answer, by name."""
+    event = (choice["summary"] or {}).get("stopped_by")
+    return event and (event["name"] or event["concept"])
 
 
 def _beginning(content: dict[str, Any]) -> str:

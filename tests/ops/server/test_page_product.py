@@ -70,6 +70,37 @@ def test_an_answer_that_was_asked_for_with_another_key_says_so(page_browser, pag
         running.close()
 
 
+def test_history_says_how_answers_ended_before_they_are_opened(page_browser, page_server):
+    rule = {"concept": "c0", "above": 0, "action": "stop"}
+    named = page_server.get("/v1/probemon/pack")["concepts"][0]["name"]
+    endings = {
+        ask(page_server, "It is stopped.", rules=[rule]): f"stopped by {named}",
+        ask(page_server, "It is recorded.", rules=[rule | {"action": "record"}]): "a rule was met",
+        ask(page_server, "It has no rule."): "asked",  # by another program, and no more
+    }
+    page = visit(page_browser, page_server, f"#answer={list(endings)[-1]}")
+    for name, said in endings.items():
+        page.until(
+            f"document.querySelector('#runs [data-stop={json.dumps(name)}] .dim')?.textContent.endsWith({said!r})"
+        )
+
+
+def test_a_token_shows_how_strongly_the_concepts_above_its_own_fire(page_browser, page_server, tmp_path):
+    pack = page_server.get("/v1/probemon/pack")
+    saved = long_answer(pack, 3, {1: 4})
+    saved["run"]["choices"][0]["tokens"][1] |= {"fired": [0, 4], "strengths": [0.75, 3.0]}
+    assert pack["concepts"][4]["parents"] == [2]  # which does not fire
+    pack["concepts"][4]["parents"] = [0]
+    (tmp_path / "run.json").write_text(json.dumps(saved))
+    page = visit(page_browser, page_server)
+    open_file(page, tmp_path / "run.json")
+    page("[...document.querySelectorAll('#answer .tok')].find((n) => n.at.includes(1)).click()")
+    page.until("document.getElementById('now-what').textContent.includes('pinned')")
+    assert text_of(page, "now-what").endswith("token 2")
+    above = page("document.querySelector('#now-rows .leader .more').textContent")
+    assert above == f"{pack['concepts'][0]['name']} (clear, 0.8)"
+
+
 # -- long answers and many concepts ----------------------------------------------------------------
 
 

@@ -5,7 +5,7 @@ import { getConcept } from "./api.js";
 import { refill } from "./focus.js";
 import { clip } from "./harmless.js";
 import { nameButton, tokenButton } from "./parts.js";
-import { above, idOf, nameOf, right, strengthOf } from "./said.js";
+import { above, idOf, nameOf, numbered, right, strengthOf } from "./said.js";
 import { count, percent, plural, score } from "./words.js";
 
 const PLACES = 8;
@@ -44,12 +44,10 @@ function placesOf(app, view, c) {
     known.n > PLACES ? `, and ${known.n - PLACES} more` : "",
     ". ",
     known.peak > -Infinity
-      ? `At its strongest (${strengthOf(view.pack, c, known.peak)}) at ${tokenWords(view, known.peakAt)}.`
+      ? `At its strongest (${strengthOf(view.pack, c, known.peak)}) at ${numbered(view.choice, known.peakAt)}.`
       : "",
   ];
 }
-
-const tokenWords = ({ choice }, i) => `“${clip(choice.tokens[i].text.trim(), 30)}” ${choice.tokens[i].position}`;
 
 /** How the concept scored on calibration text, with its threshold. */
 function histogram({ low, width, counts }, threshold) {

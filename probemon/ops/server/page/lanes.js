@@ -92,13 +92,13 @@ function laneOf(app, view, columns, lane, fires) {
   const near = digest.nears.get(c);
   const label = fires
     ? `${nameOf(pack, c)} fires at ${plural(n, "token")}: ${firstOf(
-        lane.at.map((i) => choice.tokens[i].position),
+        lane.at.map((i) => i + 1),
         12,
       )}`
     : `${nameOf(pack, c)} does not fire`;
   const tellsPeak =
     peak > -Infinity
-      ? `, at its strongest ${strengthOf(pack, c, peak)} at token ${choice.tokens[peakAt].position}`
+      ? `, at its strongest ${strengthOf(pack, c, peak)} at token ${peakAt + 1}`
       : "";
   const lit = fires
     ? pooled(
@@ -159,7 +159,7 @@ function eventMarks({ choice, upto }, { from, to }) {
     const stops = events.some(({ action }) => action === "stop");
     if (i < from || i >= to || i > upto) return [];
     const told = events.map((event) => `${ruleOf(event)} ${cameOf(event)}`);
-    const title = `token ${position}: ${told.join(", ")}`;
+    const title = `token ${i + 1}: ${told.join(", ")}`;
     const node = el("span", { class: `flag ${stops ? "stop" : "record"}`, title }, stops ? "■" : "▲");
     node.style.left = `${(100 * (i + 0.5 - from)) / (to - from)}%`;
     return [node];
@@ -231,11 +231,10 @@ const isTold = (app, { choice, hovered, pinned }) =>
 function drawCursor({ choice, at }, { from, to }, told) {
   const cursor = $("lanes-cursor");
   const slider = $("lanes-slider");
-  const tokens = choice.tokens;
   cursor.hidden = !told || at === null || at < from || at >= to;
   if (at === null) return;
   cursor.style.setProperty("--at", String((at + 0.5 - from) / (to - from)));
-  slider.setAttribute("aria-valuemin", tokens[0].position);
-  slider.setAttribute("aria-valuemax", tokens.at(-1).position);
-  slider.setAttribute("aria-valuenow", tokens[at].position);
+  slider.setAttribute("aria-valuemin", 1);
+  slider.setAttribute("aria-valuemax", choice.tokens.length);
+  slider.setAttribute("aria-valuenow", at + 1);
 }

@@ -27,8 +27,16 @@ function placesOf(app, view, c) {
   return [`fires at ${plural(known.n, "token")}: `, first, ...strongest];
 }
 
+/** The concepts above one, with the strengths of those that fire at a token. */
+const pathOf = (pack, c, strengths) =>
+  pack
+    .path(c)
+    .slice(0, -1)
+    .map((a) => nameOf(pack, a) + (strengths?.has(a) ? ` (${strengthOf(pack, a, strengths.get(a))})` : ""))
+    .join(" › ");
+
 /** A concept with its strength, place in the hierarchy, how often it is right, and where it fires. */
-function row(app, view, { c, score = null, strength }, events) {
+function row(app, view, { c, score = null, strength }, events, strengths = null) {
   const { pack, digest } = view;
   const known = digest.concepts.get(c);
   const event = events?.find(({ action }) => action === "stop") ?? events?.[0];
@@ -40,7 +48,7 @@ function row(app, view, { c, score = null, strength }, events) {
     bar(Math.max(0.01, strength ?? 1) / FULL),
     event &&
       el("span", { class: `more tag ${event.action}` }, `${event.action === "stop" ? "■" : "▲"} rule ${cameOf(event)}`),
-    above(pack, c) && el("span", { class: "more" }, above(pack, c)),
+    above(pack, c) && el("span", { class: "more" }, pathOf(pack, c, strengths)),
     el("span", { class: "more where" }, ...placesOf(app, view, c), right(pack, c) && ` · ${right(pack, c)}`),
   );
 }
@@ -93,7 +101,7 @@ function drawToken(app, view) {
   $("now-what").replaceChildren(
     view.pinned === at ? "pinned: " : view.hovered ? "at " : "now, at ",
     el("bdi", {}, quoted(token)),
-    ` token ${token.position}`,
+    ` token ${at + 1}`,
   );
   const leading = digest.leaders[at] ?? [];
   const near = digest.near[at] ?? [];
@@ -106,7 +114,7 @@ function drawToken(app, view) {
   const strengths = new Map(token.fired.map((c, i) => [c, token.strengths[i]]));
   const rows = [...others.map((c) => ({ c, strength: strengths.get(c) ?? null })), ...leading]
     .slice(0, ROWS)
-    .map((found) => row(app, view, found, rules.get(found.c)));
+    .map((found) => row(app, view, found, rules.get(found.c), strengths));
   if (token.unseen)
     rows.push(el("li", { class: "nothing hatched" }, el("span", {}, `Not checked: ${clip(token.unseen, 200)}.`)));
   else if (!leading.length) {

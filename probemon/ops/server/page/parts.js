@@ -2,7 +2,7 @@
 
 import { el } from "./elements.js";
 import { colourOf } from "./branches.js";
-import { nameOf, quoted } from "./said.js";
+import { nameOf, numbered } from "./said.js";
 
 /** A sample of a concept's colour and line. */
 export const swatch = (pack, c) => el("span", { class: `swatch ${colourOf(pack, c)}`, "aria-hidden": "true" });
@@ -35,5 +35,5 @@ export const tokenButton = (app, view, i, stop, before = "") =>
   el(
     "button",
     { class: "since", type: "button", "data-stop": stop, click: () => app.pin(i) },
-    `${before}${quoted(view.choice.tokens[i])} ${view.choice.tokens[i].position}`,
+    `${before}${numbered(view.choice, i)}`,
   );

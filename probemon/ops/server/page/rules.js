@@ -5,7 +5,7 @@ import { score } from "./words.js";
 import { controlConceptField, meantBy, offer, tellError } from "./concept_field.js";
 import { refill, rove } from "./focus.js";
 import { clip } from "./harmless.js";
-import { cameOf, nameOf, quoted, ruleOf } from "./said.js";
+import { cameOf, nameOf, numbered, ruleOf } from "./said.js";
 import { isRunning, nMissing } from "./state.js";
 
 const NAME = "probemon-rules";
@@ -142,7 +142,7 @@ function rulesOf({ run, pack }) {
 
 function eventItem(app, view, event) {
   const i = view.choice.tokens.findIndex(({ position }) => position === event.position);
-  const at = i < 0 ? `token ${event.position}` : `${quoted(view.choice.tokens[i])} ${event.position}`;
+  const at = i < 0 ? "at a token that is not shown" : numbered(view.choice, i);
   return el(
     "li",
     {},

@@ -4,7 +4,7 @@ import { $, el } from "./elements.js";
 import { refill } from "./focus.js";
 import { clip } from "./harmless.js";
 import { hashOf, NOWHERE } from "./link.js";
-import { stoppedBy } from "./said.js";
+import { ruleOf, stoppedBy } from "./said.js";
 import { isRunning, newestFirst } from "./state.js";
 
 /** What was asked, in a line. */
@@ -52,21 +52,30 @@ export function askerOf(app, run) {
 export const clock = (created) =>
   new Date(1000 * created).toLocaleTimeString([], { hour: "2-digit", minute: "2-digit" });
 
+/** How a request ended, in a word or two; also of one that this page knows from the server's list alone. */
+function outcomeOf(run) {
+  const { listed, choices, whole } = run;
+  const reasons = whole ? choices.map(({ finish }) => finish) : (listed?.finish_reasons ?? []);
+  const stop = whole ? choices.find(({ summary }) => summary?.stopped_by)?.summary.stopped_by : null;
+  const name = stop ? ruleOf(stop) : listed?.stopped_by && clip(listed.stopped_by, 60);
+  const nMet = whole ? choices.reduce((n, { events }) => n + events.length, 0) : (listed?.n_events ?? 0);
+  if (run.error !== null || reasons.includes("error")) return "failed";
+  if (reasons.includes("cancelled")) return "cancelled";
+  if (name) return `stopped by ${name}`;
+  return nMet ? "a rule was met" : "";
+}
+
 export function drawRuns(app) {
   const runs = newestFirst(app.state);
   const box = $("runs");
   const told = runs.map((run) => {
-    const nMet = run.choices.reduce((n, { events }) => n + events.length, 0);
-    const stopped = run.choices.some(({ summary }) => summary?.stopped_by);
     return {
       run,
       more: [
         run.created ? clock(run.created) : "saved",
         askerOf(app, run),
         run.before ? "from before the restart" : "",
-        isRunning(run) ? "running" : "",
-        run.error !== null ? "failed" : "",
-        stopped ? "stopped by a rule" : nMet ? "a rule was met" : "",
+        isRunning(run) ? "running" : outcomeOf(run),
       ]
         .filter(Boolean)
         .join(" · "),

@@ -16,6 +16,8 @@ export const above = (pack, c) =>
     .map((a) => nameOf(pack, a))
     .join(" › ");
 export const quoted = (token) => `“${clip(token.text.trim() || token.text, 40)}”`;
+/** A token of an answer with its number, counted from 1. */
+export const numbered = ({ tokens }, i) => `${quoted(tokens[i])} ${i + 1}`;
 /** A strength as people read it: how far over the threshold, or below it. */
 export const strengthInWords = (x) =>
   x < 0 ? `${Math.abs(x).toFixed(1)} below its threshold` : `${STEPS[tint(x)]}, ${x.toFixed(1)}`;
@@ -64,7 +66,7 @@ export const stoppedBy = (event, kind = "") =>
 export function linesOf(view, i) {
   const token = view.choice.tokens[i];
   const { leaders, near } = view.digest;
-  const head = `${quoted(token)} ${isReasoning(token) ? "reasoning " : ""}token ${token.position}`;
+  const head = `${quoted(token)} ${isReasoning(token) ? "reasoning " : ""}token ${i + 1}`;
   if (token.unseen) return [head, `not checked: ${clip(token.unseen, 200)}`];
   const found = leaders[i] ?? [];
   const more = found.length > LINES ? [`and ${plural(found.length - LINES, "more concept")}`] : [];

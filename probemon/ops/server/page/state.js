@@ -6,10 +6,10 @@
 //   apply(state, "token", data);            // the id of the run that changed, or null
 //   merge(state, record);                   // a whole record of a run: what events have told already is not doubled
 //
-// A run: {id, created, kind, key, messages, prompt, options, n, choices, error, whole}; `key`: the name of who asked. A
-// choice: {text, reasoning, finish, tokens, events, summary, version}. Tokens name concepts by their numbers in a pack:
-// in that of the run, which it has where it is of a file or of a server before this one (`before`), else in that of the
-// state.
+// A run: {id, created, kind, key, messages, prompt, options, n, choices, error, whole}; `key`: the name of who asked,
+// `listed`: what the server's list says of how it ended. A choice: {text, reasoning, finish, tokens, events, summary,
+// version}. Tokens name concepts by their numbers in a pack: in that of the run, which it has where it is of a file or of
+// a server before this one (`before`), else in that of the state.
 // Tokens lie by position; a token that is told twice replaces itself, so that events after a reconnect, or beside a
 // record, do no harm.
 
@@ -61,6 +61,7 @@ function runOf(state, id) {
       error: null,
       whole: false,
       excerpt: "",
+      listed: null,
       ended: false,
     });
   }
@@ -217,9 +218,9 @@ export function mergeList(state, list, known = []) {
     const run = state.runs.get(id);
     if (run && !run.pack && !listed.has(id)) run.ended = true;
   }
-  for (const { request, created, kind, key, beginning, running } of list) {
+  for (const { request, created, kind, key, beginning, running, ...listed } of list) {
     const run = runOf(state, request);
-    Object.assign(run, { created, kind, key: key ?? null, excerpt: beginning });
+    Object.assign(run, { created, kind, key: key ?? null, excerpt: beginning, listed });
     if (!run.whole) run.ended = !running;
   }
 }

@@ -5,7 +5,7 @@ import { $, el } from "./elements.js";
 import { plural } from "./words.js";
 import { strengthAt, tint } from "./digest.js";
 import { swatch } from "./parts.js";
-import { nameOf, quoted, strengthOf, toldOf } from "./said.js";
+import { nameOf, numbered, strengthOf, toldOf } from "./said.js";
 
 const opened = new WeakMap();
 
@@ -77,7 +77,7 @@ function rowNode(app, view, row) {
     fires ? `fires t${tint(told)}` : known ? "fired" : "quiet",
     view.concept === c ? "chosen" : "",
   ];
-  const when = known ? `${quoted(choice.tokens[known.first])} ${choice.tokens[known.first].position}` : "";
+  const when = known ? numbered(choice, known.first) : "";
   const history = known ? `fires at ${plural(known.n, "token")}, first ${when}` : quiet;
   return el(
     "div",

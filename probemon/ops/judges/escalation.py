@@ -71,6 +71,7 @@ class Escalate(AskedAction):
     max_waiting: int = 16
     desk: Desk = field(init=False, repr=False, compare=False)
     told: Callable[[Event, str], object] | None = field(init=False, repr=False, compare=False, default=None)
+    abandoned: Callable[[], bool] | None = field(init=False, repr=False, compare=False, default=None)
 
     def __post_init__(self) -> None:
         check_callable("judge", self.judge)
@@ -87,10 +88,14 @@ class Escalate(AskedAction):
         n_workers = check_count("n_workers", self.n_workers, least=1, remedy="it counts threads, so give 1 or more")
         object.__setattr__(self, "desk", Desk(n_workers, check_count("max_waiting", self.max_waiting)))
 
-    def telling(self, told: Callable[[Event, str], object]) -> Escalate:
-        """Return a copy with the same workers that calls `told(event, ruling)` when a ruling is applied."""
+    def telling(self, told: Callable[[Event, str], object], abandoned: Callable[[], bool]) -> Escalate:
+        """Return a copy with the same workers that calls `told(event, ruling)` when a ruling is applied.
+
+        It holds a generation only as long as `abandoned()` is False.
+        """
         same = copy(self)
         object.__setattr__(same, "told", told)
+        object.__setattr__(same, "abandoned", abandoned)
         return same
 
     def check_run(self, tokenizer: Any, keep_tokens: int | None) -> None:

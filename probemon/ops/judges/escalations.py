@@ -17,7 +17,7 @@ from probemon.monitor.check import FAILED, OK, WARNING, Check
 from probemon.monitor.followers import Batch, Decider
 from probemon.monitor.rules import Event, Verdict
 from probemon.ops.judges.escalation import HOLD, PASS, RAISE, STOP, Escalate, Question
-from probemon.ops.judges.judge_desk import ERROR, LATE, NOT_ASKED, Asked
+from probemon.ops.judges.judge_desk import ABANDONED, ERROR, LATE, NOT_ASKED, Asked
 from probemon.tracking.align import NO_ID
 from probemon.tracking.generation import Generation
 from probemon.tracking.recording import Recording
@@ -129,7 +129,7 @@ class Escalations(Decider):
         assert verdict is not None
         with self._lock:
             self.verdicts[verdict.failure] += 1
-            if verdict.failure and verdict.ruling == PASS:
+            if verdict.failure and verdict.failure != ABANDONED and verdict.ruling == PASS:
                 self.passing[verdict.failure] += 1
 
     def finish(self, failed: bool) -> None:
@@ -192,7 +192,7 @@ class Escalations(Decider):
         for question in holding:
             asked, within = question.asked, question.escalate.within
             left = within - before.get(id(question.escalate), 0.0)
-            if not asked.wait(min(asked.deadline, begin + left)):
+            if not asked.wait(min(asked.deadline, begin + left), question.escalate.abandoned):
                 asked.fail(LATE, f"no answer while the generation was held, {within:g} seconds in all")
         waited = time.monotonic() - begin
         if holding:

@@ -17,7 +17,8 @@ from probemon.monitor.rules import Verdict
 from probemon.util.checks import shown
 
 RULINGS = ("pass", "stop")
-FAILURES = LATE, ERROR, NOT_ASKED = ("late", "error", "not asked")
+FAILURES = LATE, ERROR, NOT_ASKED, ABANDONED = ("late", "error", "not asked", "abandoned")
+_LOOK_SECONDS = 0.2  # between looks whether an answer is still wanted
 _LONGEST = 500
 
 
@@ -68,8 +69,15 @@ class Asked:
         """Give the verdict of `on_failure`, unless there is one."""
         self._decide(self._on_failure, failure, reason)
 
-    def wait(self, until: float) -> bool:
-        """Wait until a time of the monotonic clock; return True if there is a verdict."""
+    def wait(self, until: float, abandoned: Callable[[], bool] | None = None) -> bool:
+        """Wait until a time of the monotonic clock; return True if there is a verdict.
+
+        `abandoned()`: True if the answer is not wanted any more; it passes then.
+        """
+        if abandoned is not None:
+            while until - time.monotonic() > _LOOK_SECONDS and not self._known.wait(_LOOK_SECONDS):
+                if abandoned():
+                    self._decide(RULINGS[0], ABANDONED, "nobody waits for the answer any more")
         return self._known.wait(max(0.0, until - time.monotonic()))
 
     def _decide(self, ruling: str, failure: str, reason: str) -> None:

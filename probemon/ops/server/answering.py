@@ -269,7 +269,10 @@ class Answering(StoppingCriteria):
 
     def _acting(self, action: Action) -> Action:
         if isinstance(action, Escalate):
-            return action.telling(lambda event, ruling: self._met("stop" if ruling == "stop" else "record", event))
+            return action.telling(
+                lambda event, ruling: self._met("stop" if ruling == "stop" else "record", event),
+                lambda: self._listener.cancelled,
+            )
         if not isinstance(action, str) or action == "raise":
             return action
         return Named(action, partial(self._met, "stop" if action == "stop" else "record"))

@@ -63,7 +63,7 @@ _ALL = (
         "probemon_verdicts_total",
         "counter",
         ("ruling", "failure"),
-        "Verdicts of judges: what they rule (pass, stop, raise), or why on_failure did (late, error, not asked)",
+        "Verdicts of judges: what they rule (pass, stop, raise), or why not (late, error, not asked, abandoned)",
     ),
     Family("probemon_verdict_seconds_total", "counter", (), "Time from events to the verdicts of judges"),
     Family("probemon_gaps_total", "counter", (), "Gaps: positions that the model ran and our hooks did not see"),

@@ -531,6 +531,31 @@ def test_tokens_shown_while_the_judge_decides_are_counted_as_shown(parts, stream
     assert choice["summary"]["n_withheld"] == n_generated - len(tokens) > 0
 
 
+def test_client_that_leaves_frees_its_thread_though_a_judge_holds_the_answer(parts):
+    asked, may_rule = Event(), Event()
+
+    def rules(*request):
+        asked.set()
+        may_rule.wait(60)
+        return 200, "application/json", json.dumps({"choices": [{"message": {"content": "stop"}}]}).encode()
+
+    with answering(rules) as address:
+        served = served_by(parts, escalating(address, within=60, meanwhile="hold"))
+        running = Running(served, token=None)
+        try:
+            connection = http.client.HTTPConnection("127.0.0.1", running.port)
+            body = json.dumps({**BODY, "stream": True})
+            connection.request("POST", "/v1/chat/completions", body, {"Content-Type": "application/json"})
+            assert asked.wait(20)
+            connection.close()
+            eventually(lambda: not running.get("/v1/probemon/requests")["requests"][0]["running"], 10)
+            metrics = running.ask("GET", "/metrics", Authorization=None).content.decode()
+        finally:
+            may_rule.set()
+            running.close()
+    assert 'probemon_verdicts_total{failure="abandoned",ruling="pass"} 1.0' in metrics
+
+
 def test_missing_judge_key_is_refused_at_start_and_at_reload(parts):
     judge = {"url": "http://localhost:1/v1", "model": "guard", "key_env": "NO_SUCH_KEY"}
     judge |= {"within": 1, "meanwhile": "hold", "on_failure": "stop"}

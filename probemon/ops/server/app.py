@@ -50,6 +50,7 @@ from probemon.ops.server.token_objects import about_pack
 from probemon.util.counted import counted
 
 LOG = logging.getLogger("probemon")
+_ID = "probemon-request"  # header of an answer
 _CUT_TO = "probemon-max-tokens"  # header of an answer that may not be as long as it was asked for
 _SIGHT_SECONDS, _BLIND_SECONDS = 30.0, 5.0  # how long a canary's result counts, and how long its failure
 _FORGETTING_SECONDS = 10.0
@@ -77,9 +78,10 @@ class _Routes:
         self._pack = json.dumps(about, allow_nan=False).encode()
         self._page, self._created = page_files(), int(time.time())
         self._looking, self._looked_at, self._health = asyncio.Lock(), -math.inf, Health(())
+        self._stopping = asyncio.Event()
 
     def app(self) -> Starlette:
-        return Starlette(
+        app = Starlette(
             routes=[
                 Route("/v1/chat/completions", partial(self._complete, "chat"), methods=["POST"]),
                 Route("/v1/completions", partial(self._complete, "completion"), methods=["POST"]),
@@ -103,10 +105,13 @@ class _Routes:
             exception_handlers={RequestRefused: self._refused, HTTPException: _no_route},
             lifespan=self._life,
         )
+        app.router.redirect_slashes = False  # a request without an id would be one for all
+        return app
 
     def stop(self) -> None:
-        """End the event streams."""
+        """End the event streams, and be ready no longer."""
         self._rings.close()
+        self._stopping.set()
 
     def cut(self) -> None:
         """End all answers."""
@@ -141,7 +146,7 @@ class _Routes:
             prepared = replace(prepared, traceparent=traceparents[0])
         outbox = Outbox(self._limits.waiting_bytes, self._limits.stalled_seconds)
         job = self._generator.submit(prepared, outbox, key)
-        headers = {} if prepared.cut_to is None else {_CUT_TO: str(prepared.cut_to)}
+        headers = {_ID: job.id} if prepared.cut_to is None else {_ID: job.id, _CUT_TO: str(prepared.cut_to)}
         if request.stream:
             seconds = self._limits.stalled_seconds
             return EventStream(_chunks(job), on_end=outbox.leave, stalled_seconds=seconds, headers=headers)
@@ -246,6 +251,14 @@ class _Routes:
         return JSONResponse({"status": "ok"})
 
     async def _ready(self, http: HttpRequest) -> Response:
+        looking, stopping = asyncio.ensure_future(self._look(http)), asyncio.ensure_future(self._stopping.wait())
+        await asyncio.wait({looking, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        if not stopping.cancel():
+            looking.cancel()
+            return JSONResponse({"status": "ending"}, 503)
+        return looking.result()
+
+    async def _look(self, http: HttpRequest) -> Response:
         async with self._looking:
             # Scored answers prove nothing: the weights may be others.
             counts_for = _SIGHT_SECONDS if self._health.ok else _BLIND_SECONDS

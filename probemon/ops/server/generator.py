@@ -15,7 +15,7 @@ from functools import partial
 from types import MappingProxyType
 from typing import Any
 
-from probemon.errors import RequestRefused
+from probemon.errors import ProbemonError, RequestRefused
 from probemon.ops.server.answering import Answering, Ending, Piece
 from probemon.ops.server.counts import Counts
 from probemon.ops.server.keys import NOBODY, Key, Quotas, check_places
@@ -118,6 +118,7 @@ class Job:
         for choice in self._content["choices"]:
             if choice["finish_reason"] is None:
                 self._records.set(self._record, choice, {"finish_reason": "error"})
+        self._records.set(self._record, self._content, {"error": failure.message})
         self._publish("error", {"request": self.id, "message": failure.message})
         self.outbox.put(failure, 0, wait=False)
 
@@ -184,9 +185,20 @@ class Generator:
         return {"n_running": running, "n_waiting": waiting}
 
     def admit(self, key: Key, n_answers: int) -> None:
-        """Count a request against its key's rate. Raises `RequestRefused`."""
+        """Count a request against its key's rate, unless it has no place anyway. Raises `RequestRefused`."""
         with self._changed, self._counting_refusals():
+            self._check_room(key)
             self._quotas.take(key, n_answers)
+
+    def _check_room(self, key: Key) -> None:
+        for job in [job for job in self._waiting if job.cancelled]:
+            self._waiting.remove(job)
+            self._end(job, "cancelled")
+        if len(self._waiting) >= self._limits.queue or self._closed:
+            raise RequestRefused(
+                f"{len(self._waiting)} requests wait, as many as may: try again later", status=429, code="queue_full"
+            )
+        check_places(key, (job.key.name for job in (*self._waiting, *self._running)), "requests")
 
     @contextmanager
     def _counting_refusals(self) -> Iterator[None]:
@@ -199,19 +211,8 @@ class Generator:
     def submit(self, prepared: Prepared, outbox: Outbox, key: Key = NOBODY) -> Job:
         """Queue a request. Raises `RequestRefused` if too many wait, or beyond the key's places."""
         with self._changed:
-            for job in [job for job in self._waiting if job.cancelled]:
-                self._waiting.remove(job)
-                job.finish()
-                self.counts.ended("cancelled", 0.0)
-            if len(self._waiting) >= self._limits.queue or self._closed:
-                self.counts.requests["refused"] += 1
-                raise RequestRefused(
-                    f"{len(self._waiting)} requests wait, as many as may: try again later",
-                    status=429,
-                    code="queue_full",
-                )
             with self._counting_refusals():
-                check_places(key, (job.key.name for job in (*self._waiting, *self._running)), "requests")
+                self._check_room(key)
             metadata = prepared.request.metadata_fields if self.served.keep_metadata else {}
             job = Job(prepared, outbox, self._rings, self._records, key, metadata)
             self._waiting.append(job)
@@ -241,9 +242,11 @@ class Generator:
         end = time.monotonic() + timeout_seconds
         for thread in self._threads:
             thread.join(max(0.0, end - time.monotonic()))
-        for job in self._waiting:
-            job.finish()
-            self.counts.ended("cancelled", 0.0)
+        with self._changed:
+            left = [*self._waiting, *self._running]  # those that run do not come to their end
+            self._running.clear()
+        for job in left:
+            self._end(job, "cancelled")
 
     # -- inside ----------------------------------------------------------------------------------
 
@@ -276,21 +279,23 @@ class Generator:
                 job.fail(Failure(str(error), error.param, error.status))
             except Exception as error:
                 LOG.exception("request %s failed", job.id)
-                job.fail(Failure(f"{type(error).__name__}: {error}"))
+                kind = type(error).__name__
+                own = isinstance(error, ProbemonError)  # the text of another may tell of the machine
+                what = f"{kind}: {error}" if own else f"the server failed ({kind}): its log has more on {job.id}"
+                job.fail(Failure(what))
             finally:
-                job.finish()
                 with self._changed:
+                    is_mine = job in self._running
                     self._running.discard(job)
-                seconds = time.monotonic() - begun
-                self.counts.ended(outcome, seconds)
-                about = {
-                    "request": job.id,
-                    "key": job.key.name or None,
-                    "outcome": outcome,
-                    "seconds": round(seconds, 3),
-                }
-                LOG.info("request %s %s in %.1f s", job.id, outcome, seconds, extra=about)
+                if is_mine:
+                    self._end(job, outcome, time.monotonic() - begun)
         return job is not None
+
+    def _end(self, job: Job, outcome: str, seconds: float = 0.0) -> None:
+        job.finish()
+        self.counts.ended(outcome, seconds)
+        about = {"request": job.id, "key": job.key.name or None, "outcome": outcome, "seconds": round(seconds, 3)}
+        LOG.info("request %s %s in %.1f s", job.id, outcome, seconds, extra=about)
 
     def _answer(self, job: Job) -> None:
         if job.cancelled:

@@ -87,11 +87,15 @@ def _asking(kind: str, summary: str) -> dict[str, Any]:
     body = {"schema": {"$ref": _REF + BODIES[kind].__name__}}
     content = {_JSON: {"schema": {"type": "object"}}, _EVENTS: {"schema": {"type": "string"}}}
     cut = {"description": "the most tokens of an answer, if fewer than were asked for", "schema": {"type": "integer"}}
+    name = {"description": "the id under which its record is kept", "schema": {"type": "string"}}
     answer = {"description": "OpenAI's object, or its chunks with stream=true.", "content": content}
     return {
         "summary": summary,
         "requestBody": {"required": True, "content": {_JSON: body}},
-        "responses": {"200": {**answer, "headers": {"Probemon-Max-Tokens": cut}}, **_errors()},
+        "responses": {
+            "200": {**answer, "headers": {"Probemon-Request": name, "Probemon-Max-Tokens": cut}},
+            **_errors(),
+        },
     }
 
 

@@ -60,6 +60,11 @@ class EventRing:
         """Number of subscribers."""
         return len(self._subscribers)
 
+    def names(self) -> list[str]:
+        """Return the names of its subscribers' keys."""
+        with self._lock:
+            return [one.name for one in self._subscribers]
+
     def n_behind(self) -> int:
         """Return how many events are lost, not yet reported by a `gap`."""
         with self._lock:
@@ -82,8 +87,8 @@ class EventRing:
                 wait = min(_MOST_WAIT_SECONDS, _WAIT_SECONDS + _WAIT_SECONDS_BY_SQUARE * len(self._subscribers) ** 2)
                 _call_in(self._loop, self._loop.call_later, wait, self._wake)
 
-    def subscribe(self, after: int | None, hello: Callable[[], Mapping[str, Any]]) -> Subscriber:
-        """Return a subscriber to the events after an id; None, or without records: new ones.
+    def subscribe(self, after: int | None, hello: Callable[[], Mapping[str, Any]], name: str = "") -> Subscriber:
+        """Return a subscriber, with its key's name, to the events after an id; None, or without records: new ones.
 
         Call it in the server's loop. `hello()`: fields of the first event. Raises `RequestRefused` beyond the limit.
         """
@@ -93,7 +98,7 @@ class EventRing:
             newest = self.last_id
             if after is None or after > newest or not self._limits.kept_requests:
                 after = newest
-            subscriber = Subscriber(self, after + 1, hello)
+            subscriber = Subscriber(self, after + 1, hello, name)
             self._subscribers.append(subscriber)
         return subscriber
 
@@ -201,17 +206,17 @@ class Rings:
     def subscribe(self, after: int | None, hello: Callable[[], Mapping[str, Any]], key: Key) -> Subscriber:
         """Return a subscriber to what a key may read, as `EventRing.subscribe` does.
 
-        A key that reads only its own has at most half of the places. Raises `RequestRefused`.
+        Keys that read only their own have at most half of the places. Raises `RequestRefused`.
         """
         if key.reads is None:
             ring = self._all
         else:
             ring = self._own.get(key.reads) or EventRing(self._limits, self.boot)
             self._own[key.reads] = ring
-            check_places(key, ring.n_subscribers * [key.name], "streams of events")
-            _check_room(ring.n_subscribers, max(1, self._limits.subscribers // 2))
+            _check_room(sum(one.n_subscribers for one in self._own.values()), max(1, self._limits.subscribers // 2))
+        check_places(key, (name for one in self._rings() for name in one.names()), "streams of events")
         _check_room(self.n_subscribers, self._limits.subscribers)
-        return ring.subscribe(after, hello)
+        return ring.subscribe(after, hello, key.name)
 
     def forget_old(self) -> None:
         """Drop events older than `kept_minutes`."""
@@ -235,8 +240,8 @@ class Rings:
 class Subscriber:
     """A position in the ring."""
 
-    def __init__(self, ring: EventRing, next_id: int, hello: Callable[[], Mapping[str, Any]]) -> None:
-        self.next_id, self.news = next_id, asyncio.Event()
+    def __init__(self, ring: EventRing, next_id: int, hello: Callable[[], Mapping[str, Any]], name: str) -> None:
+        self.name, self.next_id, self.news = name, next_id, asyncio.Event()
         self._ring, self._hello = ring, hello
 
     def leave(self) -> None:
@@ -264,7 +269,7 @@ class Subscriber:
 def _check_room(n_subscribers: int, most: int) -> None:
     if n_subscribers >= most:
         raise RequestRefused(
-            f"{n_subscribers} pages are subscribed, as many as may be: close one",
+            "as many pages are subscribed as may be: close one, or try again later",
             status=429,
             code="too_many_subscribers",
         )

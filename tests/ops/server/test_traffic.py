@@ -5,6 +5,7 @@ import json
 import socket
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 
@@ -12,6 +13,8 @@ import openai
 import pytest
 from test_answers import CHAT, GREEDY, collected, prompt_ids, stream, watched
 
+from probemon.monitor.health import Health
+from probemon.ops.server.canary import ServedCanary
 from probemon.ops.server.limits import Limits
 from probemon.ops.server.token_objects import Told
 from running_server import LIMITS, Running, eventually
@@ -130,6 +133,28 @@ def test_leaving_client_ends_its_generation_within_two_tokens(server, served, st
     assert collected(stream(server, probemon={})) == expected
 
 
+def test_every_request_has_a_line_in_the_log_and_its_id_in_a_header(served, caplog):
+    """Also one whose client left while it waited, and one that the server's end cut."""
+    caplog.set_level("INFO", "probemon")
+    running = Running(served, replace(LIMITS, at_once=1), drain_seconds=0)
+    body = {"model": "tiny", "messages": CHAT, "max_tokens": 2}
+    answered = running.ask("POST", "/v1/chat/completions", body)
+    assert json.loads(answered.content)["id"] == answered.headers["probemon-request"]
+    with turnstile(served):
+        streams = [stream(running, max_tokens=2)]
+        eventually(lambda: b"probemon_requests_running 1" in running.ask("GET", "/metrics").content)
+        streams += [stream(running, max_tokens=2) for _ in range(2)]
+        streams[1].close()
+        eventually(lambda: b"probemon_requests_waiting 1" in running.ask("GET", "/metrics").content)
+        running.server.should_exit = True
+        running.thread.join(20)
+    running.close()
+    outcomes = [record.outcome for record in caplog.records if hasattr(record, "request")]
+    assert outcomes == ["answered", *["cancelled"] * 3]
+    assert len({record.request for record in caplog.records if hasattr(record, "request")}) == 4
+    assert streams[0].response.headers["probemon-request"] in {record.request for record in caplog.records}
+
+
 def test_every_choice_of_a_client_that_left_is_reported_as_cancelled(server, served):
     with turnstile(served) as held, page(server) as reader:
         ask_and_leave(server, held, {"model": "tiny", "messages": CHAT, "max_tokens": 4, "n": 3, "seed": 0}, 2)
@@ -212,8 +237,10 @@ def test_failed_answer_that_nobody_reads_frees_its_thread(served, monkeypatch):
         monkeypatch.setattr(Told, "summary", broken)
         failing = stream(running, probemon={"top_k": 50})
         eventually(lambda: running.served is served and is_idle(running), 30)
-        with pytest.raises(openai.APIError, match="no more"):
+        with pytest.raises(openai.APIError, match=r"the server failed \(RuntimeError\): its log has more") as raised:
             collected(failing)
+        [newest] = running.get("/v1/probemon/requests")["requests"]
+        assert running.get(f"/v1/probemon/requests/{newest['request']}")["error"] == raised.value.message
         metrics = running.ask("GET", "/metrics").content.decode()
         assert 'probemon_answers_total{finish_reason="error"} 1' in metrics
         monkeypatch.setattr(Told, "summary", told)
@@ -406,6 +433,26 @@ def test_request_that_does_not_fit_pack_or_model_is_refused_before_it_queues(ser
 def test_prompt_ids_outside_the_vocabulary_are_refused(server):
     answer = server.ask("POST", "/v1/completions", {"model": "tiny", "prompt": [10**6]})
     assert answer.status == 400 and json.loads(answer.content)["error"]["param"] == "prompt"
+
+
+def test_ending_server_is_not_ready_and_waits_for_no_canary(served, monkeypatch):
+    running, looks, may_end = Running(served, drain_seconds=2), threading.Event(), threading.Event()
+
+    def look(canary):
+        looks.set()
+        assert may_end.wait(30)
+        return Health(())
+
+    monkeypatch.setattr("probemon.ops.server.app._SIGHT_SECONDS", 0.0)
+    monkeypatch.setattr(ServedCanary, "look", look)
+    with ThreadPoolExecutor() as pool:
+        ready = pool.submit(running.ask, "GET", "/readyz")
+        assert looks.wait(10)
+        running.server.should_exit = True
+        answer = ready.result(10)
+        may_end.set()
+    running.close()
+    assert answer.status == 503 and json.loads(answer.content) == {"status": "ending"}
 
 
 @pytest.mark.parametrize("drain_seconds", [0, 30])

@@ -50,6 +50,7 @@ from probemon.ops.server.token_objects import about_pack
 from probemon.util.counted import counted
 
 LOG = logging.getLogger("probemon")
+_REQUEST = "probemon-request"  # header of an answer: its id, known before the first token
 _CUT_TO = "probemon-max-tokens"  # header of an answer that may not be as long as it was asked for
 _SIGHT_SECONDS, _BLIND_SECONDS = 30.0, 5.0  # how long a canary's result counts, and how long its failure
 _FORGETTING_SECONDS = 10.0
@@ -141,7 +142,7 @@ class _Routes:
             prepared = replace(prepared, traceparent=traceparents[0])
         outbox = Outbox(self._limits.waiting_bytes, self._limits.stalled_seconds)
         job = self._generator.submit(prepared, outbox, key)
-        headers = {} if prepared.cut_to is None else {_CUT_TO: str(prepared.cut_to)}
+        headers = {_REQUEST: job.id} | ({} if prepared.cut_to is None else {_CUT_TO: str(prepared.cut_to)})
         if request.stream:
             seconds = self._limits.stalled_seconds
             return EventStream(_chunks(job), on_end=outbox.leave, stalled_seconds=seconds, headers=headers)

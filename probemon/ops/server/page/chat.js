@@ -78,7 +78,7 @@ export function drawChat(app, view) {
   drawMessages(app, run);
   $("answer-panel").hidden = !pending && (run === null || choiceIsMissing(app));
   $("answer-wait").hidden = !(pending || (run !== null && isRunning(run) && !view?.choice.tokens.length));
-  $("answer-wait").textContent = pending ? "Waiting for the server" : "Reading the prompt";
+  $("answer-wait").textContent = pending ? "Waiting for the server" : "Waiting for the first token";
   const arrived = $("answer").run !== run || $("answer").choice !== view?.choice || (pending && !$("answer").pending);
   $("answer").pending = pending;
   if ($("answer").run !== run || $("answer").choice !== view?.choice) {

@@ -43,6 +43,7 @@ const app = {
   gone: null,
 
   run: () => state.runs.get(app.place.answer) ?? null,
+  load: (id) => server.load(id),
 
   /**
    * What is shown: a choice of a run with its digest; `at` is the index of the token that the panels tell of. Null

@@ -8,7 +8,7 @@ import pytest
 
 from probemon.util.harmless_text import harmless
 from running_server import Running
-from served_page import ENDED, TEXT, held, visit
+from served_page import ENDED, TEXT, ask, held, visit
 
 ANSWER = "new URLSearchParams(location.hash.slice(1)).get('answer')"
 # The stream of events is opened again, and hangs for so many milliseconds.
@@ -125,3 +125,25 @@ def test_question_stopped_before_its_first_token_stays_ones_own(page_browser, pa
     begun = page_server.get(f"/v1/probemon/requests/{name}")["choices"][0]["text"]  # of a forward that went on
     before = ("Stopped early", begun) if begun else ()
     assert page_server.get(f"/v1/probemon/requests/{page(ANSWER)}")["messages"] == said(*before, "Instead")
+
+
+def test_answers_are_compared_only_if_all_that_was_asked_is_the_same(page_browser, page_server):
+    """Also of answers that were there before the page; a system prompt is no part of the question."""
+    alike = "Grade this essay on a scale from one to five, and explain your grade in a single sentence. " * 2
+
+    def asked(*messages):
+        body = {"model": "tiny", "temperature": 0, "max_tokens": 4, "messages": list(messages)}
+        return json.loads(page_server.ask("POST", "/v1/chat/completions", body).content)["id"]
+
+    question = said(alike + "Whales.")
+    shown = asked(*question)
+    same = asked({"role": "system", "content": "Be brief."}, *question)
+    others = [same, ask(page_server, alike + "Taxes.", 4), asked(*said("Hello", "Hi"), *question)]
+    page = visit(page_browser, page_server, f"#answer={shown}")
+    page.until(ENDED)
+    offered = "[...document.getElementById('compare-pick').options].map((option) => option.value)"
+    fetched = "performance.getEntriesByType('resource').map(({ name }) => name.split('/').at(-1))"
+    page.until(f"{json.dumps(others)}.every((id) => {fetched}.includes(id))")
+    page.until(f"{offered}.length > 1")
+    page.until(page_browser.settled)
+    assert page(offered) == ["", f"0 {same}"]

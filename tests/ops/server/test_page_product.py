@@ -55,7 +55,7 @@ def test_an_answer_that_was_asked_for_with_another_key_says_so(page_browser, pag
     keys = [Key(page_server.token), Key("a secret of the bills", name="<b>bills</b>", roles=frozenset({"ask"}))]
     running = Running(page_server.served, page_server.limits, keys=keys)
     try:
-        page = visit(page_browser, running)
+        page = visit(page_browser, running, follow=True)
         body = {"model": "tiny", "max_tokens": 8, "messages": [{"role": "user", "content": "Whose?"}]}
         asked = running.ask("POST", "/v1/chat/completions", body, Authorization="Bearer a secret of the bills")
         name = json.loads(asked.content)["id"]

@@ -95,7 +95,7 @@ def test_page_stays_with_its_own_conversation_and_says_whose_another_is(page_bro
     heads = "[...document.querySelectorAll('#messages .message h3 span')].map((n) => n.textContent)"
     shown = "document.getElementById('messages').textContent"
     page = visit(page_browser, page_server)
-    ask(page_server, "SECRET before this page has asked")
+    early = ask(page_server, "SECRET before this page has asked")
     page.until("document.getElementById('follow').textContent === 'Follow new answers (1 by other programs)'")
     assert page(ANSWER) is None and page("document.getElementById('follow').checkVisibility()")  # read on demand
     first = typed("Sing of whales")
@@ -118,7 +118,7 @@ def test_page_stays_with_its_own_conversation_and_says_whose_another_is(page_bro
     page.until("document.getElementById('connection').textContent === 'live'")
     other = ask(page_server, "SECRET after a reload")
     page.until(f"{ANSWER} === {other!r}")
-    page("document.querySelector('#runs a:not([aria-current])').click()")  # what its reader opens stays
+    page(f"document.querySelector('#runs [data-stop={json.dumps(early)}]').click()")  # what its reader opens stays
     page.until("document.getElementById('follow').textContent === 'Follow new answers'")
     third = typed("Hello")  # begins a conversation
     messages = page_server.get(f"/v1/probemon/requests/{third}")["messages"]

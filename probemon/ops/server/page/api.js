@@ -82,7 +82,7 @@ export async function ask(body, signal, begun, told) {
     told.finish_reason ??= choice?.finish_reason ?? null;
     told.summary ??= choice?.delta.probemon_summary ?? null;
   }
-  if (told.finish_reason === null) throw new Error("its answer broke off");
+  if (told.finish_reason === null) throw new Error("the answer broke off");
 }
 
 /** Server-sent events of a body: {id, event, data, retry}, as the standard says it. */

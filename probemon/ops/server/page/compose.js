@@ -80,8 +80,9 @@ async function send(app, messages, { typed = "", seed = numberIn("seed") } = {})
     app.asking.id = id;
     app.own.add(id);
     const { messages, ...options } = body;
+    const created = Math.floor(Date.now() / 1000); // until the server tells it
     if (!app.state.runs.get(id)?.whole)
-      apply(app.state, "begin", { request: id, created: Math.floor(Date.now() / 1000), kind: "chat", messages, options });
+      apply(app.state, "begin", { request: id, created, kind: "chat", messages, options });
     app.go({ answer: id });
   };
   const run = () => app.state.runs.get(app.asking.id);

@@ -124,7 +124,7 @@ function look(view, piece, previous) {
 /** What a drawn piece is known by. */
 const keyOf = ({ text, at, own, label, stacked, opens }) => `${own}${label}${stacked}${opens}${at}|${text}`;
 
-/** A text with its blank lines, each as high as a line with names, made narrow. `opens`: it follows the end of a line. */
+/** A text with its blank lines, each as high as a line with names, made narrow. `opens`: it follows a line's end. */
 function withGaps(text, opens) {
   const nodes = [];
   let done = 0;

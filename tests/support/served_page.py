@@ -82,11 +82,13 @@ def record(running, name):
     return running.get(f"/v1/probemon/requests/{name}")
 
 
-def visit(browser, running, place="", port=None, **window):
-    """A page with its token, as `probemon serve` prints the address; then at a place of it."""
+def visit(browser, running, place="", port=None, follow=False, **window):
+    """A page with its token, as `probemon serve` prints the address; then at a place of it, or going to new answers."""
     page = browser.open(f"http://127.0.0.1:{port or running.port}/#token={running.token.replace(' ', '%20')}", **window)
     page.until(READY)
     page.until("document.getElementById('pack').textContent !== ''")
+    if follow:
+        page("sessionStorage.setItem('probemon-follow', 'yes')")  # unlike its button, without the newest of before
     if place:
         page.go(place)
     return page

@@ -95,10 +95,13 @@ def test_page_stays_with_its_own_conversation_and_says_whose_another_is(page_bro
     heads = "[...document.querySelectorAll('#messages .message h3 span')].map((n) => n.textContent)"
     shown = "document.getElementById('messages').textContent"
     page = visit(page_browser, page_server)
+    early = ask(page_server, "SECRET before this page has asked")
+    page.until("document.getElementById('follow').textContent === 'Follow new answers (1 by other programs)'")
+    assert page(ANSWER) is None and page("document.getElementById('follow').checkVisibility()")  # read on demand
     first = typed("Sing of whales")
     assert page(heads) == ["You"]
     other = ask(page_server, "SECRET of another program")
-    page.until("document.getElementById('follow').textContent.includes('(1 by other programs)')")
+    page.until("document.getElementById('follow').textContent.includes('(2 by other programs)')")
     assert page(ANSWER) == first and "SECRET" not in page(shown)
     second = typed("And sharks?")  # goes on with its own
     asked = [message["content"] for message in page_server.get(f"/v1/probemon/requests/{second}")["messages"]]
@@ -108,6 +111,15 @@ def test_page_stays_with_its_own_conversation_and_says_whose_another_is(page_bro
     page.until(f"{ANSWER} === {other!r}")  # new answers are followed again
     page.until(ENDED)
     assert page(heads) == ["Another program"] and "SECRET" in page(shown)
+    page("document.documentElement.dataset.ready = 'no more'")
+    page.call("Page.reload")
+    page.until(READY)
+    page.until("document.getElementById('follow').textContent === 'Stop following'")
+    page.until("document.getElementById('connection').textContent === 'live'")
+    other = ask(page_server, "SECRET after a reload")
+    page.until(f"{ANSWER} === {other!r}")
+    page(f"document.querySelector('#runs [data-stop={json.dumps(early)}]').click()")  # what its reader opens stays
+    page.until("document.getElementById('follow').textContent === 'Follow new answers'")
     third = typed("Hello")  # begins a conversation
     messages = page_server.get(f"/v1/probemon/requests/{third}")["messages"]
     assert [message["content"] for message in messages] == ["Hello"]
@@ -122,7 +134,7 @@ def test_reasoning_is_shown_dimmed_above_the_reply(page_browser, tmp_path):
       n.classList.contains('thought') === !!kind).map((n) => n.at.map((i) => document.getElementById('answer')
       .choice.tokens[i].position)).flat())"""
     try:
-        following = visit(page_browser, running)
+        following = visit(page_browser, running, follow=True)
         name = ask(running, "Whales?")
         known = record(running, name)["choices"][0]
         assert known["reasoning"] and known["text"]

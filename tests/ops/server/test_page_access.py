@@ -1,9 +1,12 @@
 """The page of a server is usable by keys alone, by a screen reader, and says what a key may not do."""
 
+from contextlib import suppress
 from importlib.resources import files
 
 import pytest
 
+from probemon.ops.server.keys import Key
+from running_server import Running
 from served_page import ENDED, READY, ask, visit
 
 OPEN = {
@@ -61,4 +64,42 @@ def test_screen_readers_and_keys_reach_everything_in_each_state(page_browser, pa
     page.call("Page.reload")
     page.until(f"{READY} && document.body?.dataset.access === 'none'")
     assert violations(page, axe) == {}
+    page_browser.complaints.clear()  # the browser's own words on 401
+
+
+def live_again(page):
+    """Wait until a page that loads itself again is live."""
+    while True:
+        with suppress(RuntimeError):  # it went in the middle of a question
+            page.until(f"{READY} && document.getElementById('connection').textContent === 'live'")
+            return
+
+
+def test_link_with_another_key_is_asked_about_before_it_replaces_the_tabs(page_browser, page_server, axe):
+    keys = [Key(page_server.token), Key("another key of the same server", name="other")]
+    running = Running(page_server.served, page_server.limits, keys=keys)
+    kept = "sessionStorage.getItem('probemon-token')"
+    asked = "!document.getElementById('other-key').hidden"
+    link = "#token=another%20key%20of%20the%20same%20server"
+    try:
+        page = visit(page_browser, running)
+        page.go(link)
+        page.until(asked)
+        assert page(kept) == page_server.token and page("location.hash") == "" and violations(page, axe) == {}
+        page("document.getElementById('key-leave').click()")
+        page.until(f"!({asked})")
+        assert page(kept) == page_server.token
+        page.go(link)
+        page.until(asked)
+        page("document.documentElement.dataset.ready = 'no more'; document.getElementById('key-take').click()")
+        live_again(page)
+        assert page(kept) == "another key of the same server" and not page(asked)
+        # A key that the server does not accept gives way: so it is after a restart with a new one.
+        page("sessionStorage.setItem('probemon-token', 'outdated'); document.documentElement.dataset.ready = 'no more'")
+        page.call("Page.navigate", url=f"http://127.0.0.1:{running.port}/?{link}")
+        live_again(page)
+        assert page(kept) == "another key of the same server" and not page(asked)
+        page_browser.close_pages()
+    finally:
+        running.close()
     page_browser.complaints.clear()  # the browser's own words on 401

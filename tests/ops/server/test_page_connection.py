@@ -48,6 +48,7 @@ def test_pages_opened_during_an_answer_show_all_of_it(page_browser, page_server)
             time.sleep(0.01)
         pages = [visit(page_browser, page_server) for _ in range(2)]
         for page in pages:
+            page("document.getElementById('follow').click()")
             page.until(f"location.hash === '#answer={name}'")  # the newest is followed
         assert page_server.get("/v1/probemon/requests")["requests"][0]["running"]
         go_on()
@@ -62,7 +63,7 @@ def test_pages_opened_during_an_answer_show_all_of_it(page_browser, page_server)
 @pytest.mark.parametrize("lost", [False, True], ids=["all is still kept", "some is not kept any more"])
 def test_page_reconnects_after_a_cut_and_misses_nothing(page_browser, page_server, lost):
     with CutProxy(page_server.port) as proxy:
-        page = visit(page_browser, page_server, port=proxy.port)
+        page = visit(page_browser, page_server, port=proxy.port, follow=True)
         with held(page_server, 12) as go_on:
             asking = threading.Thread(target=ask, args=(page_server, f"cut {lost}", 55))
             asking.start()
@@ -101,7 +102,7 @@ def test_page_open_across_a_restart_names_concepts_by_each_servers_pack(page_bro
     new = server_with(tmp_path / "new", [f"zebra {i}" for i in range(60)])
     try:
         with CutProxy(page_server.port) as proxy:
-            page = visit(page_browser, page_server, port=proxy.port)
+            page = visit(page_browser, page_server, port=proxy.port, follow=True)
             old = ask(page_server, "before", 30)
             page.until(f"location.hash === '#answer={old}'")
             page.until(ENDED)
@@ -156,7 +157,7 @@ def test_answer_of_another_server_is_not_mixed_into_the_old_stream(page_browser,
 
 def test_only_the_visible_one_of_seven_tabs_holds_a_connection(page_browser, page_server):
     """Browsers open six connections to a server, for all tabs together."""
-    tabs = [visit(page_browser, page_server) for _ in range(7)]
+    tabs = [visit(page_browser, page_server, follow=True) for _ in range(7)]
     name = ask(page_server, "seven tabs", 20)
     tabs[6].until(f"location.hash === '#answer={name}'")
     tabs[6].until(ENDED)

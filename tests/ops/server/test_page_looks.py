@@ -8,7 +8,7 @@ import pytest
 
 from probemon.ops.server.page_files import page_files
 from probemon.util.harmless_text import harmless
-from served_page import ENDED, HOSTILE, TEXT, ask, open_file, visit
+from served_page import ENDED, HOSTILE, TEXT, ask, open_file, record, visit
 
 # -- hostile texts ---------------------------------------------------------------------------------
 
@@ -209,3 +209,28 @@ def test_page_files_have_unique_names():
     folders = files("probemon.util") / "page_code", files("probemon.ops.server") / "page"
     names = [entry.name for folder in folders for entry in folder.iterdir()]
     assert len(names) == len(set(names)) == len(page_files()) and {"index.html", "colours.css"} < set(names)
+
+
+@pytest.mark.parametrize("breaks", [["\n\n"], [".\n\n"], ["\n", "\n"], ["\n", " \n", "\n\n"]], ids=repr)
+def test_blank_lines_between_paragraphs_are_narrow(page_browser, page_server, tmp_path, breaks):
+    """Lines are far apart for the names over tokens; a blank one has none."""
+    run = record(page_server, ask(page_server, "paragraphs", 12))
+    choice = run["choices"][0]
+    texts = ["One", *breaks, "Two", "\n", "Three"]
+    choice["tokens"], choice["text"] = choice["tokens"][: len(texts)], "".join(texts)
+    for i, (token, text) in enumerate(zip(choice["tokens"], texts, strict=True)):
+        begin = len("".join(texts[:i]))
+        token |= {"text": text, "start": begin, "end": begin + len(text)}
+    saved = {"format": "probemon-run-2", "pack": page_server.get("/v1/probemon/pack"), "run": run}
+    (tmp_path / "run.json").write_text(json.dumps(saved))
+    page = visit(page_browser, page_server)
+    open_file(page, tmp_path / "run.json")
+    page.until("document.getElementById('answer').textContent.includes('Three')")
+    page.until(page_browser.settled)
+    assert page(TEXT) == choice["text"]
+    tops = page(
+        "['One', 'Two', 'Three'].map((text) => [...document.querySelectorAll('#answer .tok')]"
+        ".find((n) => n.textContent.startsWith(text)).getClientRects()[0].top)"
+    )
+    line = tops[2] - tops[1]
+    assert line > 30 and line + 4 < tops[1] - tops[0] < 1.7 * line

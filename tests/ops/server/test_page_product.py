@@ -55,7 +55,7 @@ def test_an_answer_that_was_asked_for_with_another_key_says_so(page_browser, pag
     keys = [Key(page_server.token), Key("a secret of the bills", name="<b>bills</b>", roles=frozenset({"ask"}))]
     running = Running(page_server.served, page_server.limits, keys=keys)
     try:
-        page = visit(page_browser, running)
+        page = visit(page_browser, running, follow=True)
         body = {"model": "tiny", "max_tokens": 8, "messages": [{"role": "user", "content": "Whose?"}]}
         asked = running.ask("POST", "/v1/chat/completions", body, Authorization="Bearer a secret of the bills")
         name = json.loads(asked.content)["id"]
@@ -66,6 +66,7 @@ def test_an_answer_that_was_asked_for_with_another_key_says_so(page_browser, pag
             entry = f"document.querySelector('#runs [data-stop={json.dumps(name)}] .dim').textContent"
             page.until(f"{entry}.includes('asked with key <b>bills</b>')")
             page = visit(page_browser, running, f"#answer={name}")
+        page_browser.close_pages()
     finally:
         running.close()
 
@@ -94,6 +95,7 @@ def test_a_token_shows_how_strongly_the_concepts_above_its_own_fire(page_browser
     (tmp_path / "run.json").write_text(json.dumps(saved))
     page = visit(page_browser, page_server)
     open_file(page, tmp_path / "run.json")
+    page.until("document.querySelectorAll('#answer .tok').length === 3")
     page("[...document.querySelectorAll('#answer .tok')].find((n) => n.at.includes(1)).click()")
     page.until("document.getElementById('now-what').textContent.includes('pinned')")
     assert text_of(page, "now-what").endswith("token 2")

@@ -58,10 +58,10 @@ export const getRun = (id) => getJson(`/v1/probemon/requests/${encodeURIComponen
 export const getConcept = (c) => getJson(`/v1/probemon/concepts/${c}`);
 
 /**
- * Ask for a chat's answer and read it to its end; `begun(id)` is called at its first chunk. What it says comes by the
- * events.
+ * Ask for a chat's answer and read it to its end. `begun(id)` is called as soon as the server has taken the request;
+ * what the response brings goes into `told`: {text, reasoning, finish_reason, summary}. The tokens come by the events.
  */
-export async function ask(body, signal, begun) {
+export async function ask(body, signal, begun, told) {
   const response = await request("/v1/chat/completions", {
     method: "POST",
     signal,
@@ -69,13 +69,20 @@ export async function ask(body, signal, begun) {
     body: JSON.stringify({ ...body, stream: true }),
   });
   if (!response.ok) throw await refusal(response);
-  let id = null;
+  let id = response.headers.get("Probemon-Request");
+  if (id !== null) begun(id);
   for await (const { data } of readEvents(response.body)) {
     if (data === "[DONE]") break;
     const chunk = JSON.parse(data);
     if (chunk.error) throw new Refused(500, String(chunk.error.message ?? chunk.error));
     if (id === null && chunk.id) begun((id = chunk.id));
+    const [choice] = chunk.choices;
+    told.text += choice?.delta.content ?? "";
+    told.reasoning += choice?.delta.reasoning_content ?? "";
+    told.finish_reason ??= choice?.finish_reason ?? null;
+    told.summary ??= choice?.delta.probemon_summary ?? null;
   }
+  if (told.finish_reason === null) throw new Error("the answer broke off");
 }
 
 /** Server-sent events of a body: {id, event, data, retry}, as the standard says it. */

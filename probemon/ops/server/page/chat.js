@@ -78,7 +78,7 @@ export function drawChat(app, view) {
   drawMessages(app, run);
   $("answer-panel").hidden = !pending && (run === null || choiceIsMissing(app));
   $("answer-wait").hidden = !(pending || (run !== null && isRunning(run) && !view?.choice.tokens.length));
-  $("answer-wait").textContent = pending ? "Waiting for the server" : "Reading the prompt";
+  $("answer-wait").textContent = pending ? "Waiting for the server" : "Waiting for the first token";
   const arrived = $("answer").run !== run || $("answer").choice !== view?.choice || (pending && !$("answer").pending);
   $("answer").pending = pending;
   if ($("answer").run !== run || $("answer").choice !== view?.choice) {
@@ -101,9 +101,12 @@ export function drawChat(app, view) {
     thread.scrollTop = thread.scrollHeight;
   $("newest").hidden =
     run === null || !isRunning(run) || thread.scrollHeight - thread.scrollTop - thread.clientHeight < NEAR_END;
-  $("follow").hidden = app.follow || app.state.runs.size === 0;
   const nOthers = pending ? 0 : [...app.others].filter((id) => !app.own.has(id)).length;
-  $("follow").textContent = nOthers ? `Follow new answers (${nOthers} by other programs)` : "Follow new answers";
+  $("follow").textContent = app.follow
+    ? "Stop following"
+    : nOthers
+      ? `Follow new answers (${nOthers} by other programs)`
+      : "Follow new answers";
   drawComposer(app, run);
 }
 

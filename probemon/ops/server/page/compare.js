@@ -12,15 +12,29 @@ import { drawTokens } from "./tokens.js";
 import { plural } from "./words.js";
 import { clip } from "./harmless.js";
 
-const MOST = 30; // answers that are offered
+const MOST = 30; // answers that are offered, and those that are fetched to know their whole questions
 const ROWS = 12;
 
-/** Other answers to the question of a run: [{run, i}]. */
+const fetched = new Map(); // by how a question begins: ids
+
+/** All that a run answers, but for its system prompt. */
+const questionOf = ({ kind, messages, prompt }) =>
+  JSON.stringify([kind, messages?.filter(({ role }) => !["system", "developer"].includes(role)) ?? null, prompt]);
+
+/** Other answers to the question of a run: [{run, i}]. One of which only the beginning is known is fetched first. */
 function othersOf(app, run) {
-  const asked = askedOf(run);
+  if (!run.whole) return [];
+  const asked = questionOf(run);
+  const beginning = askedOf(run);
+  if (!fetched.has(beginning)) fetched.set(beginning, new Set());
+  const there = fetched.get(beginning);
   const found = [];
   for (const other of newestFirst(app.state)) {
-    if (other !== run && (other.kind !== run.kind || askedOf(other) !== asked)) continue;
+    if (!other.whole && askedOf(other) === beginning && !there.has(other.id) && there.size < MOST) {
+      there.add(other.id);
+      app.load(other.id);
+    }
+    if (!other.whole || questionOf(other) !== asked) continue;
     other.choices.forEach((_, i) => {
       if (other !== run || i !== app.place.choice) found.push({ run: other, i });
     });

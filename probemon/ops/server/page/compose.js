@@ -3,6 +3,7 @@
 import { $ } from "./elements.js";
 import { ask } from "./api.js";
 import { asked } from "./rules.js";
+import { apply, choiceOf, fill, historyOf, nMissing } from "./state.js";
 import { count } from "./words.js";
 
 const TOP_K = 12;
@@ -10,6 +11,7 @@ const SYSTEM = "probemon-system";
 const AGAIN = 0.7; // the temperature of another answer, where it was 0 and would be the same
 const SEEDS = 2 ** 31;
 const NOTICE = 8000; // milliseconds
+const LATE = 1000; // milliseconds after which an answer's end comes from its request, not from the events
 
 /** Whether what is asked next goes on with a conversation: only with one of this page. */
 const goesOn = (app, run) => run !== null && run.kind === "chat" && app.own.has(run.id);
@@ -44,7 +46,13 @@ function withSystem(messages) {
   return system ? [{ role: "system", content: system }, ...others] : others;
 }
 
-/** Ask for an answer to messages. `typed` comes back into the field if the server refuses them. */
+/** Wait until events have told the end of an answer, but not long. */
+async function endOf(choice) {
+  const until = performance.now() + LATE;
+  while (choice.finish === null && performance.now() < until) await new Promise((done) => setTimeout(done, 20));
+}
+
+/** Ask for an answer to messages. `typed` comes back into the field if the server does not answer them. */
 async function send(app, messages, { typed = "", seed = numberIn("seed") } = {}) {
   if (app.state.pack === null) {
     app.complain("The server has not answered yet: send it again when this page is live.");
@@ -67,19 +75,38 @@ async function send(app, messages, { typed = "", seed = numberIn("seed") } = {})
   $("ask").value = "";
   grow();
   app.draw();
+  const told = { text: "", reasoning: "", finish_reason: null, summary: null };
+  const begun = (id) => {
+    app.asking.id = id;
+    app.own.add(id);
+    const { messages, ...options } = body;
+    const created = Math.floor(Date.now() / 1000); // until the server tells it
+    if (!app.state.runs.get(id)?.whole)
+      apply(app.state, "begin", { request: id, created, kind: "chat", messages, options });
+    app.go({ answer: id });
+  };
+  const run = () => app.state.runs.get(app.asking.id);
+  let comesBack = false;
   try {
-    await ask(body, control.signal, (id) => {
-      app.asking.id = id;
-      app.own.add(id);
-      app.go({ answer: id });
-    });
+    await ask(body, control.signal, begun, told);
+    if (run()) await endOf(choiceOf(run(), 0));
   } catch (error) {
-    if (error.name !== "AbortError") {
+    const stopped = error.name === "AbortError";
+    comesBack = !stopped || app.asking.id === null;
+    if (stopped) told.finish_reason = "cancelled";
+    else {
       app.complain(error.status ? error.message : `The server did not answer: ${error.message}`);
       if (error.status === 401) app.signIn();
-      if (!$("ask").value) $("ask").value = typed;
-      grow();
+      if (run()) run().error ??= error.message;
     }
+  }
+  if (run()) {
+    fill(app.state, run().id, told);
+    if (!control.signal.aborted && nMissing(run().choices[0])) app.load(run().id);
+  }
+  if (comesBack && !$("ask").value) {
+    $("ask").value = typed;
+    grow();
   }
   app.asking = null;
   app.draw();
@@ -91,10 +118,7 @@ function sendTyped(app) {
   const run = app.run();
   if (!typed) return;
   const before =
-    app.editing ??
-    (goesOn(app, run) && run.messages !== null
-      ? [...run.messages, { role: "assistant", content: run.choices[app.place.choice]?.text ?? "" }]
-      : []);
+    app.editing ?? (goesOn(app, run) && run.messages !== null ? historyOf(run, app.place.choice) : []);
   send(app, [...before, { role: "user", content: typed }], { typed });
 }
 

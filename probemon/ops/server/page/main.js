@@ -17,7 +17,7 @@ import { controlReplay, drawReplay } from "./replay.js";
 import { drawRules, editRules, loadRules } from "./rules.js";
 import { drawRuns } from "./runs.js";
 import { linesOf } from "./said.js";
-import { keepToken, ownRequests, takeToken } from "./session.js";
+import { follows, isOffered, keepToken, ownRequests, setFollows, takeOffered, takeToken } from "./session.js";
 import { connect } from "./server.js";
 import { newState, newestFirst } from "./state.js";
 import { drawTree, walkTree } from "./tree.js";
@@ -29,9 +29,14 @@ const state = newState();
 const app = {
   state,
   place: { ...NOWHERE },
-  follow: true,
+  get follow() {
+    return follows();
+  },
+  set follow(whether) {
+    setFollows(whether);
+  },
   own: ownRequests(),
-  others: new Set(), // requests of other programs since this page stopped to follow new answers
+  others: new Set(), // requests of other programs since this page was opened, or stopped to follow new answers
   hoverAt: null,
   replay: null,
   rules: loadRules(),
@@ -43,6 +48,7 @@ const app = {
   gone: null,
 
   run: () => state.runs.get(app.place.answer) ?? null,
+  load: (id) => server.load(id),
 
   /**
    * What is shown: a choice of a run with its digest; `at` is the index of the token that the panels tell of. Null
@@ -138,6 +144,7 @@ const app = {
   },
   /** Ask for a token; nothing else is offered without one. `why`: what is wrong with the one there is. */
   signIn(why = "") {
+    if (isOffered()) return takeKey(true);
     $("sign-in").hidden = false;
     $("sign-in-why").hidden = !why;
     $("sign-in-why").textContent = why;
@@ -198,8 +205,23 @@ function arrive() {
 
 // -- all of it -----------------------------------------------------------------------------------
 
+/** Ask whether to use the key that a link brought, where there is one. */
+function offerKey() {
+  $("other-key").hidden = !isOffered();
+}
+
+function takeKey(whether) {
+  takeOffered(whether);
+  if (whether) location.reload(); // nothing that the other key showed stays
+  else {
+    offerKey();
+    $("ask").focus();
+  }
+}
+
 const replays = controlReplay(app);
 takeToken();
+offerKey();
 for (const [id, viewOf] of [
   ["answer", app.view],
   ["other", app.other],
@@ -241,12 +263,14 @@ $("lanes-more").addEventListener("click", () => {
   app.draw();
 });
 $("follow").addEventListener("click", () => {
-  app.follow = true;
+  app.follow = !app.follow;
   app.others.clear();
   const [newest] = newestFirst(state).filter((run) => !run.pack);
-  if (newest) app.go({ answer: newest.id });
+  if (app.follow && newest) app.go({ answer: newest.id });
   app.draw();
 });
+$("key-take").addEventListener("click", () => takeKey(true));
+$("key-leave").addEventListener("click", () => takeKey(false));
 $("again").addEventListener("click", () => server.again());
 $("sign-in").addEventListener("submit", (event) => {
   event.preventDefault();
@@ -262,14 +286,18 @@ for (const tab of document.querySelectorAll("#tabs button")) {
     app.draw();
   });
 }
-addEventListener("popstate", arrive);
+addEventListener("popstate", () => {
+  app.follow = false; // its user has chosen what to read
+  arrive();
+});
 addEventListener("hashchange", () => {
-  if (takeToken()) {
-    server.again();
-    arrive();
-  }
-}); // any other change is a popstate, too
-if (location.hash.length > 1) app.follow = false;
+  if (!takeToken()) return; // any other change is a popstate, too
+  offerKey();
+  if (!isOffered()) server.again();
+  arrive();
+});
+// A link leads to its answer; only a page that is loaded again goes on to the next.
+if (location.hash.length > 1 && performance.getEntriesByType("navigation")[0].type !== "reload") app.follow = false;
 $("address").textContent = `${location.origin}/v1`;
 const server = connect(app);
 arrive();

@@ -3,15 +3,31 @@
 
 const NAME = "probemon-token";
 const ASKED = "probemon-asked";
+const FOLLOWS = "probemon-follow";
 const MOST_ASKED = 500;
 
-/** Move the secret from a hash like `#token=...` into the session, and return whether there was one. */
+let offered = null;
+
+/**
+ * Move the secret from a hash like `#token=...` into the session, and return whether there was one. It does not replace
+ * another: then it is offered, until `takeOffered()`.
+ */
 export function takeToken() {
   const given = new URLSearchParams(location.hash.slice(1));
-  if (!given.get("token") || given.get("answer")) return false;
-  keepToken(given.get("token"));
+  const token = given.get("token");
+  if (!token || given.get("answer")) return false;
   history.replaceState(null, "", location.pathname + location.search);
+  if (hasToken() && sessionStorage.getItem(NAME) !== token) offered = token;
+  else keepToken(token);
   return true;
+}
+
+export const isOffered = () => offered !== null;
+
+/** Sign in with the secret that a link brought, or else forget it. */
+export function takeOffered(whether) {
+  if (whether) keepToken(offered);
+  offered = null;
 }
 
 /** Keep a secret: the token, or the whole address or line in which it stands. */
@@ -34,6 +50,11 @@ export function ownRequests() {
     },
   };
 }
+
+/** Whether this tab goes to each new answer, whoever asks for it: where its user chose so, also after a reload. */
+export const follows = () => sessionStorage.getItem(FOLLOWS) !== null;
+export const setFollows = (whether) =>
+  whether ? sessionStorage.setItem(FOLLOWS, "yes") : sessionStorage.removeItem(FOLLOWS);
 
 export function headers(more = {}) {
   const token = sessionStorage.getItem(NAME);

@@ -188,6 +188,26 @@ export function apply(state, name, data) {
   return run.id;
 }
 
+/**
+ * Take in what an answer's own request got of it, {text, reasoning, finish_reason, summary}: it stands where events did
+ * not bring the end.
+ */
+export function fill(state, id, told) {
+  const choice = choiceOf(runOf(state, id), 0);
+  if (choice.finish !== null) return;
+  const whole = ![null, "cancelled"].includes(told.finish_reason) || choice.holes;
+  const more = (name) => (whole || told[name].length > choice[name].length ? told[name] : choice[name]);
+  endChoice(choice, { ...told, text: more("text"), reasoning: more("reasoning") });
+}
+
+/** The messages that a question after an answer goes on from; one that failed or has no text is left out, replaced. */
+export function historyOf(run, i) {
+  const choice = run.choices[i];
+  const failed = run.error !== null || choice?.finish === "error" || (choice?.finish === "cancelled" && !choice.text);
+  if (failed) return run.messages.slice(0, -1);
+  return [...run.messages, { role: "assistant", content: choice?.text ?? "" }];
+}
+
 /** Take in a run's record, as /v1/probemon/requests/{id} gives it. */
 export function merge(state, record) {
   const run = runOf(state, record.request);

@@ -12,6 +12,8 @@ import { stackedIn } from "./stacked.js";
 import { isReasoning } from "./state.js";
 
 const NAME = 40; // characters of a name over a token
+const BLANK = /\n(?:[^\S\n]*\n)+/g;
+const OPENED = /^(?:[^\S\n]*\n)+|\n(?:[^\S\n]*\n)+/g; // after the end of a line
 
 /**
  * Pieces of a text: {text, at}, `at` the indices of the tokens that stand in it; then the tokens that add no text,
@@ -120,7 +122,19 @@ function look(view, piece, previous) {
 }
 
 /** What a drawn piece is known by. */
-const keyOf = ({ text, at, own, label, stacked }) => `${own}${label}${stacked}${at}|${text}`;
+const keyOf = ({ text, at, own, label, stacked, opens }) => `${own}${label}${stacked}${opens}${at}|${text}`;
+
+/** A text with its blank lines, each as high as a line with names, made narrow. `opens`: it follows a line's end. */
+function withGaps(text, opens) {
+  const nodes = [];
+  let done = 0;
+  for (const { 0: blank, index } of text.matchAll(opens ? OPENED : BLANK)) {
+    if (index > done) nodes.push(text.slice(done, index));
+    nodes.push(el("span", { class: "gap" }, blank));
+    done = index + blank.length;
+  }
+  return [...nodes, text.slice(done)];
+}
 
 function build(piece) {
   const { text, at, own, label } = piece;
@@ -128,9 +142,9 @@ function build(piece) {
   // The space before a word is of its token, but a mark looks like a word's when it begins where that does.
   const lead = text.length - text.trimStart().length;
   const blank = own || lead === text.length ? 0 : lead;
-  const shown = own ? clip(text || "·", 40) : harmless(text.slice(blank), "\n\t");
-  const mark = el("span", at.length ? { tabindex: "-1" } : {}, shown);
-  const node = el("span", {}, text.slice(0, blank), mark);
+  const shown = own ? [clip(text || "·", 40)] : withGaps(harmless(text.slice(blank), "\n\t"), piece.opens && !blank);
+  const mark = el("span", at.length ? { tabindex: "-1" } : {}, ...shown);
+  const node = el("span", {}, ...withGaps(text.slice(0, blank), piece.opens), mark);
   mark.at = at;
   return { node, mark, key: keyOf(piece) };
 }
@@ -151,6 +165,7 @@ export function drawTokens(box, view) {
   const pieces = piecesOf(view.choice);
   let previous = null;
   pieces.forEach((piece, k) => {
+    piece.opens = k > 0 && /\n[^\S\n]*$/.test(pieces[k - 1].text);
     if (drawn[k]?.key !== keyOf(piece)) {
       const made = build(piece);
       if (drawn[k]) drawn[k].node.replaceWith(made.node);

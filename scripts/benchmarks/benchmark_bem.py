@@ -131,7 +131,7 @@ def adapted(name: str, model: Any) -> Any:
     if name == "bare":
         return model
     bem = weighted(
-        attach_bem(model, BemConfig(sites=SITES), impl="triton" if name in ("bem", "bem" + TELEMETRY) else "reference")
+        attach_bem(model, BemConfig(sites=SITES, spectral_cap=1.0), impl="triton" if name in ("bem", "bem" + TELEMETRY) else "reference")
     )
     if name != "lora":
         model.bem = (bem,)  # in a tuple: as an attribute it would be a part of the model
@@ -190,13 +190,13 @@ def check(model: Any, tokens: Tensor) -> dict[str, float]:
     ids = some(tokens, 2, 160, "cpu")
     with torch.inference_mode():
         before = model(ids).logits
-        with attach_bem(model, BemConfig(sites=SITES)):
+        with attach_bem(model, BemConfig(sites=SITES, spectral_cap=1.0)):
             after = model(ids).logits
         found = {"u0_max_difference": float((before - after).abs().max())}
         whole = copy.deepcopy(model).float()
         found["host_cached_vs_full_max"], found["logits_std"] = cached(whole, ids), float(whole(ids).logits.std())
         alone = whole(ids).logits
-        with weighted(attach_bem(whole, BemConfig(sites=SITES))):
+        with weighted(attach_bem(whole, BemConfig(sites=SITES, spectral_cap=1.0))):
             found["cached_vs_full_max"] = cached(whole, ids)
             found["adapter_changes_logits_by"] = float((whole(ids).logits - alone).abs().max())
     return found

@@ -75,7 +75,7 @@ class BemConfig:
     token_limit: int = 512
     auto_limits: tuple[int, int] = (64, 256)
     energy_limits: tuple[float, float] = (0.25, 0.5)
-    spectral_cap: float | None = 1.0
+    spectral_cap: float | None = None
     trust_region: float | None = None
     dropout: float = 0.0
     sparse_eps: float | None = None

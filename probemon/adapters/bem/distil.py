@@ -169,7 +169,7 @@ def distil(bem: Bem, batches: Sequence[Batch], method: str | None = None, *, ran
         )
     if method not in (None, *METHODS):
         raise ConfigError(f"method {method!r}: expected one of {', '.join(METHODS)}")
-    names = {site.key: _module_name(bem, site) for site in bem.sites}
+    names = {site.key: module_name(bem, site) for site in bem.sites}
     twins = {site.key: low_rank_twin(bem.updates[site.key], bem.config) for site in bem.sites}
     moments = _measure(bem, twins, batches)
     varied = [site.name for site in bem.sites if not moments[site.key].constant]
@@ -318,7 +318,8 @@ def _counted_tokens(model: nn.Module, batch: Batch, labels: float) -> tuple[Tens
     return counted, targets[counted]
 
 
-def _module_name(bem: Bem, site: Site) -> str:
+def module_name(bem: Bem, site: Site) -> str:
+    """Return the name of a site's module. Raises `UnsupportedModel` if it is not plainly linear."""
     if not site.mergeable:
         raise UnsupportedModel(
             f"site {site.name} is not a plain linear layer of the model: a LoRA has no weight there to add to. Leave"

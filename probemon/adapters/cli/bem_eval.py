@@ -10,7 +10,8 @@ from typing import Annotated
 
 import typer
 
-from probemon.adapters.cli.bem_rows import BatchRows, Data, MostTokens, as_dict, check_sizes, pad_of, read, say_measured
+from probemon.adapters.cli.bem_measured import LORA, Measured, asked
+from probemon.adapters.cli.bem_rows import BatchRows, Data, MostTokens, check_sizes, pad_of, read
 from probemon.cli import options as opt
 from probemon.cli.common import load_aloud, progress_bar, use_threads
 from probemon.cli.terminal import answer
@@ -29,12 +30,13 @@ def evaluate(
     threads: opt.Threads = 0,
     as_json: opt.AsJson = False,
 ) -> None:
-    """Measure the losses of ADAPTER and of the bare MODEL on DATA, with an interval of their difference by document.
+    """Measure ADAPTER, the bare MODEL and the LoRA in ADAPTER's folder "lora" on DATA, with intervals by document.
 
     Give rows that did not train the adapter.
     """
     from probemon.adapters.bem import attach_bem
-    from probemon.adapters.bem.evaluation.held_out import measure
+    from probemon.adapters.bem.evaluation.beside import n_of, saved_lora
+    from probemon.adapters.bem.evaluation.held_out import by_document, measure, share_at_limits
     from probemon.adapters.bem.lessons import make_batches
     from probemon.adapters.bem.saved import read_saved
 
@@ -49,8 +51,18 @@ def evaluate(
         for one in make_batches(lessons, batch, pad_of(tokenizer))
     ]
     with attach_bem(loaded_model, adapter) as bem, progress_bar("eval", total=len(lessons), unit="row") as bar:
-        measured = measure(bem, batches, documents, bar.update)
-    if as_json:
-        answer({"adapter": str(adapter), **as_dict(measured)})
+        measured = Measured(measure(bem, batches, documents, bar.update), asked(lessons, tokenizer))
+        measured.at_limits = {"eval": share_at_limits(bem, batches)}
+        measured.answer("adapter", loaded_model, tokenizer)
+    folder = adapter / LORA
+    if folder.is_dir():
+        with saved_lora(loaded_model, folder):
+            measured.lora = by_document(loaded_model, batches, documents)
+            measured.n_trainable_of_lora = n_of(folder)
+            measured.answer("LoRA", loaded_model, tokenizer)
     else:
-        say_measured(measured)
+        measured.why_no_lora = f"{folder} is not there; `bem train` makes it"
+    if as_json:
+        answer({"adapter": str(adapter), **measured.as_dict()})
+    else:
+        measured.say()

@@ -16,7 +16,6 @@ from probemon.cli.terminal import say
 from probemon.errors import ConfigError
 
 if TYPE_CHECKING:
-    from probemon.adapters.bem.evaluation.held_out import HeldOut
     from probemon.adapters.bem.lessons import Lesson
 
 Data = Annotated[
@@ -89,32 +88,3 @@ def pad_of(tokenizer: Any) -> int:
     """Return a token id for padding."""
     ids = (tokenizer.pad_token_id, tokenizer.eos_token_id, 0)
     return next(int(id) for id in ids if id is not None)
-
-
-def as_dict(measured: HeldOut) -> dict[str, Any]:
-    """Return held-out losses for JSON."""
-    return {
-        "documents": measured.n_documents,
-        "labels": measured.n_labels,
-        "loss": measured.loss,
-        "bare_loss": measured.bare_loss,
-        "difference": measured.difference,
-        "low": measured.low,
-        "high": measured.high,
-        "documents_better": measured.n_better,
-    }
-
-
-def say_measured(measured: HeldOut) -> None:
-    """Print held-out losses and their interval."""
-    if measured.low is None or measured.high is None:
-        why = "two documents or more" if measured.n_documents < 2 else "SciPy (pip install scipy)"
-        interval = f"no interval: it needs {why}"
-    else:
-        interval = f"95 % by document: {measured.low:+.4f} to {measured.high:+.4f}"
-    say(
-        f"held out: {measured.n_documents} documents, {measured.n_labels:,} labels",
-        f"  with the adapter {measured.loss:.4f} nats a label, the bare model {measured.bare_loss:.4f}",
-        f"  difference {measured.difference:+.4f} ({interval}); better on {measured.n_better} of"
-        f" {measured.n_documents} documents",
-    )

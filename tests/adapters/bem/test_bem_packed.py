@@ -112,11 +112,12 @@ def test_evaluation_and_distillation_of_packed_equal_separate_sequences(name):
         assert n == 22 - 4 - 2 and abs(evaluate(model, [packed]) - exact) < 1e-9
         assert abs(float(adapter_losses(bem, packed).terms["lm"]) - exact) < 1e-6
         found, rows = measure(bem, [packed], [0]), measure(bem, alone, range(4))
-        assert abs(found.loss - exact) < 1e-9 and found.n_labels == rows.n_labels == n
-        assert abs(found.bare_loss - rows.bare_loss) < 1e-9 and abs(rows.loss - exact) < 1e-9
+        assert abs(found.adapter.loss - exact) < 1e-9
+        assert found.adapter.labels.sum() == rows.adapter.labels.sum() == n
+        assert abs(found.bare.loss - rows.bare.loss) < 1e-9 and abs(rows.adapter.loss - exact) < 1e-9
         with silenced(bem):
-            assert abs(evaluate(model, [packed]) - found.bare_loss) < 1e-9
-    assert abs(evaluate(model, [packed]) - found.bare_loss) < 1e-9
+            assert abs(evaluate(model, [packed]) - found.bare.loss) < 1e-9
+    assert abs(evaluate(model, [packed]) - found.bare.loss) < 1e-9
 
 
 def test_static_lora_trains_on_labels_within_each_packed_sequence():

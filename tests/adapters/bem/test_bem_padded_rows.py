@@ -47,7 +47,7 @@ def test_padded_sequences_use_the_positions_of_generate(kind):
         rows = [{**row, "labels": row["input_ids"]} for row in alone]
         padded = {**PROMPTS, "labels": labels}
         assert abs(evaluate(host, [padded]) - evaluate(host, rows)) < 1e-5
-        assert abs(measure(bem, [padded], [0, 1]).loss - measure(bem, rows, [0, 1]).loss) < 1e-5
+        assert abs(measure(bem, [padded], [0, 1]).adapter.loss - measure(bem, rows, [0, 1]).adapter.loss) < 1e-5
         assert abs(float(adapter_losses(bem, padded).terms["lm"]) - evaluate(host, rows)) < 1e-5
         seen = [distil(bem, batches, "mean").factors for batches in ([PROMPTS], alone)]
         for name, (_, b) in seen[0].items():

@@ -15,8 +15,10 @@ from arrangements import tokenizer
 from bem_oracle import make_host
 from probemon.adapters.bem import BemConfig, attach_bem
 from probemon.adapters.bem.config import LEVELS
-from probemon.adapters.bem.evaluation.held_out import measure
+from probemon.adapters.bem.evaluation.beside import LoraBeside
+from probemon.adapters.bem.evaluation.held_out import measure, share_at_limits
 from probemon.adapters.bem.lessons import check_row, make_batches, make_lesson, split
+from probemon.adapters.bem.losses import codes_taken, recorded_codes
 from probemon.adapters.bem.training import evaluate
 from probemon.adapters.cli.bem_rows import read as read_bem_rows
 from probemon.cli import app as command_line
@@ -71,7 +73,7 @@ def test_train_eval_inspect_and_distil_agree_with_the_library(place, run, words,
     told = json.loads(text)
     assert told["rows"] == {"train": 22, "choose": 4, "test": 6} and told["held_out"]["documents"] == 3
     assert told["held_out"]["loss"] < told["held_out"]["bare_loss"] - 0.3  # it learned which word follows
-    assert not (out / "unfinished.json").exists()
+    assert not [*out.rglob("unfinished.json")]
 
     lessons, documents = lessons_of(place, words)
     batches = list(make_batches(lessons, 4, 0))
@@ -82,16 +84,19 @@ def test_train_eval_inspect_and_distil_agree_with_the_library(place, run, words,
             says = bem.host(batches[0]["input_ids"], attention_mask=batches[0]["attention_mask"]).logits
     code, text, errors = run("eval", place / "host", out, place / "rows.jsonl", "--batch", "5", "--json")
     measured = json.loads(text)
-    assert code == 0 and measured["documents"] == len(set(documents)), errors
-    assert measured["loss"] == pytest.approx(steered, abs=1e-5)
-    assert measured["bare_loss"] == pytest.approx(evaluate(make_host(), batches), abs=1e-5)
-    assert measured["low"] < measured["difference"] < measured["high"] < 0
+    held_out = measured["held_out"]
+    assert code == 0 and held_out["documents"] == len(set(documents)), errors
+    assert held_out["loss"] == pytest.approx(steered, abs=1e-5)
+    assert held_out["bare_loss"] == pytest.approx(evaluate(make_host(), batches), abs=1e-5)
+    assert held_out["low"] < held_out["difference"] < held_out["high"] < 0
 
     some = tmp_path / "some.jsonl"  # of one row the prompt alone is longer than what is read
     long = {"prompt": "w1 " * 40, "answer": "w11", "group": "d99"}
     some.write_text((place / "rows.jsonl").read_text() + json.dumps(long) + "\n")
     code, text, errors = run("eval", place / "host", out, some, "--batch", "5", "--most-tokens", "20", "--json")
-    assert code == 0 and json.loads(text)["documents"] == 16 and "1 rows are left out, the first: " in errors
+    assert (
+        code == 0 and json.loads(text)["held_out"]["documents"] == 16 and "1 rows are left out, the first: " in errors
+    )
 
     code, text, errors = run("inspect", out, "--model", place / "host", "--text", "w1 w20 w3 w11", "--json")
     shown = json.loads(text)
@@ -114,6 +119,32 @@ def test_train_eval_inspect_and_distil_agree_with_the_library(place, run, words,
         bare = make_host()(batches[0]["input_ids"], attention_mask=batches[0]["attention_mask"]).logits
     at = batches[0]["labels"] != -100  # it was trained there
     assert float((theirs - says)[at].abs().mean()) < 0.5 * float((bare - says)[at].abs().mean())
+
+
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # PEFT asks
+def test_lora_beside_an_adapter_is_as_large_and_measured_as_peft_would(place, run, words, tmp_path):
+    out, rows = tmp_path / "adapter", place / "rows.jsonl"
+    code, text, errors = run("train", place / "host", rows, "--out", out, *SMALL, "--lr", "0.02", "--json")
+    told, lessons = json.loads(text), lessons_of(place, words)[0]
+    batches = list(make_batches(lessons, 4, 0))
+    assert code == 0, errors
+    per_rank = told["lora"]["trainable"] / round(told["lora"]["trainable"] / told["trainable"])  # numbers of a rank
+    assert abs(told["lora"]["trainable"] - told["trainable"]) <= per_rank and told["lora"]["loss"] < 3
+    assert told["at_limits"] == {"train": None, "test": None}  # there are none by default
+    assert {len(one["wanted"].split()) for one in told["answers"]} == {4} and len(told["answers"]) == 2
+    assert all({"prompt", "adapter", "LoRA"} <= set(one) for one in told["answers"])
+    code, text, errors = run("eval", place / "host", out, rows, "--batch", "5", "--json")
+    held_out, beside = (json.loads(text)[name] for name in ("held_out", "lora"))
+    from peft import PeftModel
+
+    as_peft = PeftModel.from_pretrained(make_host(), out / "lora")
+    assert beside["loss"] == pytest.approx(evaluate(as_peft.get_base_model(), batches), abs=1e-5)
+    assert beside["adapter_minus_lora"]["difference"] == pytest.approx(held_out["loss"] - beside["loss"])
+    code, text, errors = run("eval", place / "host", out, place / "rows.jsonl", "--batch", "5")
+    better = "the adapter" if beside["adapter_minus_lora"]["high"] < 0 else "a LoRA of its size"
+    shown = beside["adapter_minus_lora"]["low"] * beside["adapter_minus_lora"]["high"] > 0
+    assert text.startswith(f"{better} is better than" if shown else "neither is shown to be better"), text
+    assert f"{abs(beside['adapter_minus_lora']['difference']):.4f} nats a label" in text.splitlines()[0]
 
 
 def test_training_killed_three_times_ends_bit_identical(place, run, tmp_path):
@@ -149,7 +180,43 @@ def test_training_killed_three_times_ends_bit_identical(place, run, tmp_path):
     ours, theirs = (load_file(tmp_path / name / "bem.safetensors") for name in ("killed", "whole"))
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
     assert (tmp_path / "killed/training.json").read_text() == (tmp_path / "whole/training.json").read_text()
-    assert ended.splitlines()[1:] == whole.splitlines()[1:]  # the first names the folder
+    assert ended.replace(str(tmp_path / "killed"), str(tmp_path / "whole")) == whole
+
+
+def test_kill_within_the_lora_beside_it_keeps_the_adapter_and_ends_bit_identical(place, run, tmp_path, monkeypatch):
+    train = ["train", place / "host", place / "rows.jsonl", *SMALL, "--epochs", "2", "--evaluate-every", "2", "--out"]
+    code, whole, errors = run(*train, tmp_path / "whole")
+    assert code == 0, errors
+    with monkeypatch.context() as patch:
+        patch.setattr(LoraBeside, "save", lambda *_: os.kill(os.getpid(), signal.SIGINT))
+        run(*train, tmp_path / "cut")
+    assert (tmp_path / "cut/unfinished.json").exists() and (tmp_path / "cut/bem.safetensors").exists()
+    code, ended, errors = run(*train, tmp_path / "cut")
+    assert code == 0 and ended.replace(str(tmp_path / "cut"), str(tmp_path / "whole")) == whole, errors
+    ours, theirs = (load_file(tmp_path / name / "lora/adapter_model.safetensors") for name in ("cut", "whole"))
+    assert set(ours) == set(theirs) and all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+def test_limits_that_hold_most_updates_are_told_with_a_remedy(place, run, tmp_path):
+    tight = ["--set", "spectral_cap=0.001", "--epochs", "1", "--no-lora", "--out", tmp_path / "adapter"]
+    code, text, errors = run("train", place / "host", place / "rows.jsonl", *SMALL, *tight)
+    assert code == 0 and "--set spectral_cap=null" in text and "LoRA" not in text, errors
+    [share] = {line.split()[2] for line in text.splitlines() if line.startswith("limits hold ") and "train" in line}
+    lessons, _ = lessons_of(place, tokenizer())
+    with attach_bem(make_host(), tmp_path / "adapter") as bem:
+        batches = list(make_batches(lessons, 4, 0))
+        n_limited = n_updates = 0
+        for batch in batches:  # by singular values of each token's update
+            with torch.no_grad(), recorded_codes(bem) as recorded:
+                bem.host(batch["input_ids"], attention_mask=batch["attention_mask"])
+            for site in bem.sites:
+                update = bem.updates[site.key]
+                for code in codes_taken(bem, recorded[-1])[site.chunked][batch["attention_mask"] != 0]:
+                    dense = bem.config.scale * update.U * code @ update.V.T
+                    n_limited += bool(torch.linalg.matrix_norm(dense, 2) > 0.001 * (1 + 1e-4))
+                    n_updates += 1
+        assert share_at_limits(bem, batches) == pytest.approx(n_limited / n_updates, abs=0.01)
+    assert 50 < int(share) <= 100
 
 
 def test_early_stopping_keeps_the_best_parameters(place, run, tmp_path):
@@ -163,7 +230,7 @@ def test_early_stopping_keeps_the_best_parameters(place, run, tmp_path):
     best = min(range(len(chosen_by)), key=chosen_by.__getitem__)
     assert told["stopped_early"] and told["n_steps"] == len(record["losses"]) == best + 5 < 360
     assert told["best_step"] == best and told["best_loss"] == chosen_by[best]
-    assert sorted(path.name for path in out.iterdir()) == ["bem.json", "bem.safetensors", "training.json"]
+    assert sorted(path.name for path in out.iterdir()) == ["bem.json", "bem.safetensors", "lora", "training.json"]
 
 
 def test_nonfinite_loss_ends_training(place, run, tmp_path):
@@ -182,7 +249,7 @@ def test_an_unfinished_training_of_other_data_or_settings_is_refused(place, run,
         )
         run(*train)
     assert (out / "unfinished.json").exists()
-    for other in (["--lr", "0.01"], ["--kl", "0"], ["--patience", "6"], ["--set", "ema=0.25"]):
+    for other in (["--lr", "0.02"], ["--kl", "0"], ["--patience", "6"], ["--set", "ema=0.25"]):
         code, _, errors = run(*train, *other)
         assert code == 2 and "has a training of other data, settings, model or adapter" in errors, errors
     rows.write_text(rows.read_text().replace("w12", "w13"))
@@ -206,8 +273,8 @@ def test_held_out_losses_equal_plain_cross_entropy(place, words):
         for lesson in lessons[:7]:
             logits = bem.host(torch.tensor([lesson.ids])).logits[0].double().log_softmax(dim=-1)
             rows += [-logits[t - 1, lesson.ids[t]] for t in range(1, len(lesson.ids)) if lesson.counted[t]]
-    assert ours.n_labels == len(rows) and ours.loss == pytest.approx(float(torch.stack(rows).mean()), abs=1e-6)
-    assert ours.n_documents == 4
+    assert ours.adapter.labels.sum() == len(rows) and len(ours.adapter.sums) == 4
+    assert ours.adapter.loss == pytest.approx(float(torch.stack(rows).mean()), abs=1e-6)
     batches = list(make_batches(lessons[:7], 3, 0))
     for wrong in (documents[:6], documents[:8]):  # a row more or less would be left out
         with pytest.raises(ConfigError, match=f"{len(wrong)} documents for 7 rows"):

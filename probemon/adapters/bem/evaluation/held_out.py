@@ -1,7 +1,7 @@
 """Held-out loss with an adapter and without, with an interval by document.
 
 measured = measure(bem, batches, documents)           # documents: a number for each row
-measured.loss, measured.bare_loss, measured.low, measured.high
+measured.adapter.loss, measured.bare.loss, measured.difference.low, measured.difference.high
 """
 
 from __future__ import annotations
@@ -15,68 +15,133 @@ import torch
 from torch import Tensor, nn
 
 from probemon.adapters.bem.attached import Bem
-from probemon.adapters.bem.evaluation.statistics import document_interval
-from probemon.adapters.bem.losses import Batch, forward_inputs, mode, model_inputs, next_labels, silenced
+from probemon.adapters.bem.evaluation.statistics import Doubles, document_interval
+from probemon.adapters.bem.losses import (
+    Batch,
+    applied_codes,
+    codes_taken,
+    forward_inputs,
+    mode,
+    model_inputs,
+    next_labels,
+    real_tokens,
+    recorded_codes,
+    silenced,
+)
 from probemon.errors import ConfigError, MissingExtra
+
+_ROUNDING = 1e-5  # share of a code's norm
+
+
+@dataclass(frozen=True, eq=False)
+class ByDocument:
+    """Summed losses in nats `[N]` and labels `[N]` of documents with a label, in the order of their numbers."""
+
+    sums: Doubles
+    labels: Doubles
+
+    @property
+    def loss(self) -> float:
+        """Mean in nats a label."""
+        return float(self.sums.sum() / self.labels.sum())
 
 
 @dataclass(frozen=True)
-class HeldOut:
-    """Mean losses in nats a label.
+class Difference:
+    """A mean loss minus another of the same documents, in nats a label: negative if the first is better.
 
-    `low`, `high`: 95 % interval of `loss - bare_loss` over documents (BCa); None for one document, or without SciPy.
-    `n_better`: documents that the adapter improves.
+    `low`, `high`: 95 % interval over documents (BCa); None for one document, or without SciPy.
+    `n_better`: documents at which the first is better.
     """
 
-    n_documents: int
-    n_labels: int
-    loss: float
-    bare_loss: float
+    value: float
     low: float | None
     high: float | None
     n_better: int
+    n_documents: int
+
+    @classmethod
+    def of(cls, first: ByDocument, second: ByDocument) -> Difference:
+        """Compare two losses of the same documents."""
+        differences, low, high = first.sums - second.sums, None, None
+        if len(differences) > 1:
+            with suppress(MissingExtra):
+                low, high = document_interval(differences, first.labels)
+        return cls(first.loss - second.loss, low, high, int((differences < 0).sum()), len(differences))
+
+
+@dataclass(frozen=True, eq=False)
+class HeldOut:
+    """Losses by document, with an adapter and of the bare model."""
+
+    adapter: ByDocument
+    bare: ByDocument
 
     @property
-    def difference(self) -> float:
-        """Negative if the adapter is better."""
-        return self.loss - self.bare_loss
+    def difference(self) -> Difference:
+        """The adapter's loss minus the bare model's."""
+        return Difference.of(self.adapter, self.bare)
 
 
-@torch.no_grad()
 def measure(
     bem: Bem, batches: Sequence[Batch], documents: Sequence[int], progress: Callable[[int], object] = lambda n: None
 ) -> HeldOut:
     """Return losses on `batches`. `documents`: a number for each row. Raises `ConfigError` for another count, or
     without labels.
     """
+    adapter = by_document(bem.host, batches, documents, progress)
+    with silenced(bem):
+        return HeldOut(adapter, by_document(bem.host, batches, documents))
+
+
+@torch.no_grad()
+def by_document(
+    host: nn.Module,
+    batches: Sequence[Batch],
+    documents: Sequence[int],
+    progress: Callable[[int], object] = lambda n: None,
+) -> ByDocument:
+    """Return a model's losses, with what is on it, as `measure`."""
     n_rows = sum(len(model_inputs(batch)["input_ids"]) for batch in batches)
     if len(documents) != n_rows:
         raise ConfigError(f"{len(documents)} documents for {n_rows} rows: give a number for each row of all batches")
-    steered, bare, counts = dict[int, float](), dict[int, float](), dict[int, int]()
-    at = 0
-    with mode(bem.host, training=False):
+    sums, counts, at = dict[int, float](), dict[int, int](), 0
+    with mode(host, training=False):
         for batch in batches:
             row_documents = documents[at : at + len(batch["input_ids"])]
             at += len(row_documents)
-            sums, n = label_losses(bem.host, batch)
-            with silenced(bem):
-                without, _ = label_losses(bem.host, batch)
+            losses, n = label_losses(host, batch)
             for row, document in enumerate(row_documents):
-                steered[document] = steered.get(document, 0.0) + float(sums[row])
-                bare[document] = bare.get(document, 0.0) + float(without[row])
+                sums[document] = sums.get(document, 0.0) + float(losses[row])
                 counts[document] = counts.get(document, 0) + int(n[row])
             progress(len(row_documents))
-    n_labels = sum(counts.values())
-    if not n_labels:
+    counted = [document for document, n in sorted(counts.items()) if n]
+    if not counted:
         raise ConfigError("no document has a label that is to be predicted: there is nothing to measure")
-    counted = [document for document, n in counts.items() if n]
-    differences = np.array([steered[document] - bare[document] for document in counted])
-    low = high = None
-    if len(counted) > 1:
-        with suppress(MissingExtra):
-            low, high = document_interval(differences, np.array([counts[document] for document in counted], float))
-    totals = sum(steered.values()) / n_labels, sum(bare.values()) / n_labels
-    return HeldOut(len(counted), n_labels, *totals, low, high, int((differences < 0).sum()))
+    return ByDocument(
+        np.array([sums[document] for document in counted]), np.array([counts[document] for document in counted], float)
+    )
+
+
+@torch.no_grad()
+def share_at_limits(bem: Bem, batches: Sequence[Batch]) -> float | None:
+    """Return the share of updates, one a token and site, that `spectral_cap` or `trust_region` makes smaller; None
+    without either.
+    """
+    if bem.config.spectral_cap is None and bem.config.trust_region is None:
+        return None
+    n_limited = n_updates = 0
+    with mode(bem.host, training=False):
+        for batch in batches:
+            real = real_tokens(batch)
+            with recorded_codes(bem) as recorded:
+                bem.host(**forward_inputs(bem.host, batch), use_cache=False)
+            limited, taken = applied_codes(bem, recorded[-1]), codes_taken(bem, recorded[-1])
+            for site in bem.sites:
+                before, after = (codes[real].double() for codes in (taken[site.chunked], limited[site.key]))
+                n_limited += int((after.norm(dim=-1) < before.norm(dim=-1) * (1 - _ROUNDING)).sum())
+                n_updates += int(real.sum())
+    return n_limited / n_updates if n_updates else 0.0
 
 
 def label_losses(host: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:

@@ -29,12 +29,12 @@ import torch
 from torch import Tensor, nn
 
 from probemon.adapters.bem.attached import Bem
+from probemon.adapters.bem.forwards import frozen
 from probemon.adapters.bem.losses import (
     Batch,
     applied_codes,
     check_learnable,
     forward_inputs,
-    frozen,
     mode,
     next_labels,
     real_tokens,
@@ -242,7 +242,7 @@ def distil_trained(
         with torch.no_grad():
             routed = model(**inputs, use_cache=False).logits[counted].float().log_softmax(dim=-1)
         with ExitStack() as stack:
-            for block in (frozen(model), frozen(bem), silenced(bem)):
+            for block in (frozen(model.parameters()), frozen(bem.parameters()), silenced(bem)):
                 stack.enter_context(block)
             for name in factors:
                 stack.callback(model.get_submodule(name).register_forward_hook(adding(name)).remove)

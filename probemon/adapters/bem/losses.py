@@ -34,6 +34,7 @@ from torch import Tensor, nn
 from probemon.adapters.bem.attached import Bem
 from probemon.adapters.bem.controller import Codes
 from probemon.adapters.bem.forms.form import Form
+from probemon.adapters.bem.forwards import frozen
 from probemon.adapters.bem.governance import decorrelation, flip_penalty, frobenius_squared, gram
 from probemon.adapters.bem.levels import expected_operations
 from probemon.adapters.bem.packing import packing_of
@@ -89,7 +90,7 @@ def adapter_losses(bem: Bem, batch: Batch, weights: LossWeights | None = None) -
         raise ConfigError(f"weights is {weights!r}: give LossWeights(lm=..., ...), or None for the defaults")
     weights = weights or LossWeights()
     inputs = forward_inputs(bem.host, batch)
-    with frozen(bem.host), recorded_codes(bem) as recorded:
+    with frozen(bem.host.parameters()), recorded_codes(bem) as recorded:
         logits: Tensor = bem.host(**inputs, use_cache=False).logits
     real, taken = real_tokens(batch), codes_taken(bem, recorded[-1])
     packing = recorded[-1].packing
@@ -347,16 +348,3 @@ def mode(host: nn.Module, *, training: bool) -> Iterator[None]:
     finally:
         for module, was_training in before:
             module.training = was_training
-
-
-@contextmanager
-def frozen(module: nn.Module) -> Iterator[None]:
-    """In the block, make no gradient for these parameters."""
-    changed = [parameter for parameter in module.parameters() if parameter.requires_grad]
-    for parameter in changed:
-        parameter.requires_grad_(False)
-    try:
-        yield
-    finally:
-        for parameter in changed:
-            parameter.requires_grad_(True)

@@ -93,7 +93,7 @@ class ModelHooks:
         self._bem, self._states, self._controller = bem, states, bem.controller
         self._host, self._decoder, self._layers = host
         self._signature = list(inspect.signature(self._decoder.forward).parameters)
-        self._checkpoints = Checkpoints(list(self._layers)[bem.config.read_layer :], self._run_within, self._read)
+        self._checkpoints = Checkpoints(self._layers, bem.config.read_layer, self._run_within, self._read)
         # New: an old patch may remain under another's, and must stay off.
         self._owner, self._thread = _Owner(), _ThreadState()
         self._lock, self.n_generating = threading.Lock(), 0

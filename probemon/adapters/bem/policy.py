@@ -26,11 +26,11 @@ from torch import Tensor
 from probemon.adapters.bem.attached import Bem
 from probemon.adapters.bem.config import LEVELS
 from probemon.adapters.bem.controller import TOKEN, Codes
+from probemon.adapters.bem.forwards import frozen
 from probemon.adapters.bem.losses import (
     Batch,
     check_learnable,
     forward_inputs,
-    frozen,
     hooked_codes,
     masked_tokens,
     model_inputs,
@@ -234,7 +234,11 @@ def improve(
         inputs, acts = forward_inputs(bem.host, batch), masked_tokens(batch, "acts")
         if not bool(acts.any()):
             raise ConfigError("a batch has no token at which the policy acts: leave it out")
-        with frozen(bem.host), frozen(bem.updates), acting(bem, policy, generator, acts) as recorded:
+        with (
+            frozen(bem.host.parameters()),
+            frozen(bem.updates.parameters()),
+            acting(bem, policy, generator, acts) as recorded,
+        ):
             output = bem.host(**inputs, use_cache=False)
         with torch.no_grad():
             rewards = as_rewards(reward(batch, output), len(acts)).to(acts.device)

@@ -18,6 +18,7 @@ from probemon.adapters.bem.distil import distil, distil_trained
 from probemon.adapters.bem.imitation import imitate, imitation_error
 from probemon.adapters.bem.losses import LossWeights, adapter_losses, base_logits, recorded_codes, share_entropy
 from probemon.adapters.bem.policy import Categorical, Gaussian, acting, improve, regret
+from probemon.adapters.bem.reduced_rank import Sums, best_fit
 from probemon.adapters.bem.training import Objective, TrainSettings, evaluate, fit, train
 from probemon.errors import BemError, BemFileError, ConfigError, ModelMismatch, UnsupportedModel
 
@@ -623,41 +624,99 @@ def test_a_constant_code_becomes_a_lora_that_peft_loads(tmp_path, cap):
     ].abs().max() > 0.1
 
 
-def test_least_squares_distillation_is_optimal():
-    """Against numpy's least squares on the outputs themselves; the mean code is further away."""
-    model = make_host()
+def best_lora(x, outputs, rank):
+    """The LoRA of a rank that is nearest on these tokens, and what it loses: numpy's least squares over all matrices,
+    cut by the singular values of what it predicts.
+    """
+    everything, *_ = np.linalg.lstsq(x, outputs, rcond=None)
+    directions = np.linalg.svd(x @ everything)[2][:rank]
+    dense = (everything @ directions.T @ directions).T
+    return dense, ((outputs - x @ dense.T) ** 2).sum() / (outputs**2).sum()
+
+
+def test_least_squares_distillation_is_the_best_lora_of_its_rank():
+    """Against numpy, on the outputs themselves, also at a lower rank and with fewer tokens than inputs. The best one of
+    the adapter's own U and V, and the mean code, are further away.
+    """
+    model, ids = make_host(), torch.randint(3, VOCAB, (4, 17), generator=torch.Generator().manual_seed(1))
+    batches = [BATCH, {"input_ids": ids}]
     with randomise(attach_bem(model, BemConfig(**SMALL, layers=(1,), sites=("down",), spectral_cap=None))) as bem:
-        found, mean = (
-            distil(bem, [BATCH, {"input_ids": IDS.flip(0)}]),
-            distil(bem, [BATCH, {"input_ids": IDS.flip(0)}], "mean"),
+        found, cut, mean, few = (
+            distil(bem, batches),
+            distil(bem, batches, rank=2),
+            distil(bem, batches, "mean"),
+            distil(bem, [{"input_ids": ids[:1]}]),
         )
+        pulled = [distil(bem, batches, ridge=ridge).error for ridge in (0.0, 0.1, 1e9)]
         with pytest.raises(ConfigError, match=r"codes vary at down\.1"):
             distil(bem, [BATCH], "constant")
         with pytest.raises(ConfigError, match="expected one of constant, mean, least_squares"):
             distil(bem, [BATCH], "median")
         with pytest.raises(ConfigError, match="no batch has a token"):
             distil(bem, [])
+        with pytest.raises(ConfigError, match="ridge is -1"):
+            distil(bem, [BATCH], ridge=-1)
         inputs, codes = [], []
         handle = bem.sites[0].module.register_forward_pre_hook(lambda module, args: inputs.append(args[0]))
-        for batch, real in ((BATCH, MASK == 1), ({"input_ids": IDS.flip(0)}, torch.ones_like(MASK, dtype=torch.bool))):
+        for batch, real in ((BATCH, MASK == 1), (batches[1], torch.ones_like(ids, dtype=torch.bool))):
             with torch.no_grad(), recorded_codes(bem) as seen:
                 model(**batch, use_cache=False)
             inputs[-1] = inputs[-1][real]
             codes.append(seen[0].adaptive()[real])
         handle.remove()
     u, v = (getattr(bem.updates["down_1"], name).detach().double().numpy() for name in "UV")
-    p, c = torch.cat(inputs).double().numpy() @ v, torch.cat(codes).double().numpy()
+    x, c = torch.cat(inputs).double().numpy(), torch.cat(codes).double().numpy()
+    p = x @ v
     outputs = (p * c) @ u.T
-    expected, *_ = np.linalg.lstsq(p, outputs, rcond=None)
-    a, b = found.factors["model.layers.1.mlp.down_proj"]
-    assert (
-        found.method == "least_squares"
-        and np.abs(a.numpy() - v.T).max() < 1e-7
-        and np.abs(b.double().numpy() - expected.T).max() < 1e-5 * np.abs(expected).max()
-    )
-    error = ((outputs - p @ expected) ** 2).sum() / (outputs**2).sum()
+    for lora, rank in ((found, 3), (cut, 2)):
+        dense, error = best_lora(x, outputs, rank)
+        by_lora = lora.dense("model.layers.1.mlp.down_proj").double().numpy() / bem.config.scale
+        assert lora.rank == rank and abs(lora.error - error) < 1e-6
+        assert np.abs(by_lora - dense).max() < 1e-4 * np.abs(dense).max()
+        assert abs(((outputs - x @ by_lora.T) ** 2).sum() / (outputs**2).sum() - error) < 1e-6
+    own, *_ = np.linalg.lstsq(p, outputs, rcond=None)
+    own_error = ((outputs - p @ own) ** 2).sum() / (outputs**2).sum()
     mean_error = ((outputs - (p * c.mean(0)) @ u.T) ** 2).sum() / (outputs**2).sum()
-    assert abs(found.error - error) < 1e-6 and abs(mean.error - mean_error) < 1e-6 and 0.01 < error < mean_error - 0.01
+    assert found.method == "least_squares" and abs(mean.error - mean_error) < 1e-6
+    assert 0.01 < found.error < own_error - 0.01 < own_error < mean_error - 0.01
+    assert found.error == pulled[0] < pulled[1] < pulled[2] and abs(pulled[2] - own_error) < 1e-6
+    first = x[-68:-51]  # 17 tokens of 24 inputs: exact
+    assert few.error < 1e-9
+    by_lora = few.dense("model.layers.1.mlp.down_proj").double().numpy() / bem.config.scale
+    assert np.abs(first @ by_lora.T - outputs[-68:-51]).max() < 1e-4 * np.abs(outputs).max()
+
+
+def test_a_chosen_ridge_is_nearer_on_tokens_that_were_not_seen():
+    """A linear map and noise, fitted on fewer tokens than two an input: far beyond the exact fit, and not behind the
+    adapter's own U and V.
+    """
+    generator = torch.Generator().manual_seed(0)
+    u, v, moved = (torch.randn(size, generator=generator, dtype=torch.float64) for size in ((6, 3), (40, 3), (3, 40)))
+    x = torch.randn(2060, 40, generator=generator, dtype=torch.float64)
+    y = x @ v + 0.3 * x @ moved.T + 4 * torch.randn(2060, 3, generator=generator, dtype=torch.float64)
+    sums, lost = Sums.of_sizes(3, 40), {}
+    sums.add(y[:60], x[:60])
+    for ridge in (0.0, None, 1e9):
+        a, b = best_fit(u, v.T, sums, ridge).cut(3)
+        lost[ridge] = float(((y[60:] @ u.T - x[60:] @ a.T @ b.T) ** 2).sum())
+    assert lost[None] < 0.6 * lost[0.0] and lost[None] < 1.05 * lost[1e9]
+
+
+def test_wide_sites_are_fitted_apart_and_too_wide_ones_are_refused(monkeypatch):
+    model = make_host()
+    with randomise(attach_bem(model, BemConfig(**SMALL, sites=("o", "down")))) as bem:
+        together = distil(bem, [BATCH])
+        monkeypatch.setattr("probemon.adapters.bem.distil._MOST_BYTES", 8 * 24**2)
+        apart = distil(bem, [BATCH])
+        monkeypatch.setattr("probemon.adapters.bem.distil._MOST_INPUTS", 20)
+        with pytest.raises(ConfigError, match=r"site down\.0 has 24 inputs, .* at most 20: give method='mean'"):
+            distil(bem, [BATCH])
+        assert distil(bem, [BATCH], "mean").error > together.error
+    assert together.error == apart.error and all(
+        torch.equal(x, y)
+        for name, pair in together.factors.items()
+        for x, y in zip(pair, apart.factors[name], strict=True)
+    )
 
 
 @peft_asks_by_an_older_name
@@ -668,7 +727,7 @@ def test_trained_distillation_is_nearer_in_output_and_changes_nothing_else(tmp_p
     with randomise(attach_bem(model, BemConfig(**SMALL, level="token"))) as bem:
         before, of_host, wanted = weights_of(bem), weights_of(model), log_softmax(logits_of(model, mask=MASK))
         found, history = distil_trained(bem, [BATCH], TrainSettings(n_steps=40, lr=2e-2), start="nearest")
-        near = distil(bem, [BATCH])
+        near = distil(bem, [BATCH], ridge=None)
         assert (
             same(bem, before)
             and same(model, of_host)
@@ -708,7 +767,8 @@ def test_distillation_is_trained_at_labels_and_can_include_their_loss():
     labels = IDS.masked_fill(torch.arange(19) % 3 > 0, -100)
     batch, settings, model = {**BATCH, "labels": labels}, TrainSettings(n_steps=1), make_host()
     with randomise(attach_bem(model, BemConfig(**SMALL, level="token", alpha=7.5, sites=("o", "down")))) as bem:
-        wanted, near = log_softmax(logits_of(model, mask=MASK)), distil(bem, [batch])
+        wanted = log_softmax(logits_of(model, mask=MASK))
+        near = {rank: distil(bem, [batch], rank=rank, ridge=None) for rank in (None, 2, 3, 5)}
         runs = {
             how: distil_trained(bem, [batch], settings, start=how[0], rank=how[1], labels=how[2])
             for how in (
@@ -737,12 +797,10 @@ def test_distillation_is_trained_at_labels_and_can_include_their_loss():
     asked = (MASK[:, :-1] * MASK[:, 1:] == 1).numpy() & (labels[:, 1:] != -100).numpy()
     for (start, rank, share), (found, history) in runs.items():
         begin = copy.deepcopy(make_host())
-        for name, (a, b) in near.factors.items():
+        for name in near[rank].factors:
             if start != "fresh":
-                u, values, v = torch.linalg.svd((b @ a).double())
-                n = min(rank or 3, 3)
                 with torch.no_grad():
-                    begin.get_submodule(name).weight += 2.5 * ((u[:, :n] * values[:n]) @ v[:n]).float()
+                    begin.get_submodule(name).weight += near[rank].dense(name)
         given = log_softmax(logits_of(begin, mask=MASK))
         kl = (np.exp(wanted) * (wanted - given)).sum(-1)[:, :-1][asked].mean()
         lm = -np.take_along_axis(given[:, :-1], labels[:, 1:, None].clamp(min=0).numpy(), axis=-1)[..., 0][asked].mean()

@@ -1,4 +1,4 @@
-"""Losses, training, imitation, reinforcement and distillation of adapters, on toys with known answers."""
+"""Losses, training, imitation and distillation of adapters, on toys with known answers."""
 
 import copy
 import math
@@ -11,13 +11,12 @@ from safetensors.torch import save_file
 from transformers import DynamicCache
 
 from bem_oracle import VOCAB, dense_update, make_host, randomise
-from bem_toys import BEM, LM_ONLY, SAME_SITES, Bandit, imitated, routed, static, two_domains
+from bem_toys import BEM, LM_ONLY, SAME_SITES, imitated, routed, static, two_domains
 from bem_toys import make_host as make_toy
 from probemon.adapters.bem import Bem, BemConfig, attach_bem
 from probemon.adapters.bem.distil import distil, distil_trained
 from probemon.adapters.bem.imitation import imitate, imitation_error
 from probemon.adapters.bem.losses import LossWeights, adapter_losses, base_logits, recorded_codes, share_entropy
-from probemon.adapters.bem.policy import Categorical, Gaussian, acting, improve, regret
 from probemon.adapters.bem.reduced_rank import Sums, best_fit
 from probemon.adapters.bem.training import Objective, TrainSettings, evaluate, fit, train
 from probemon.errors import BemError, BemFileError, ConfigError, ModelMismatch, UnsupportedModel
@@ -453,129 +452,6 @@ def constant(bem, code, sure=None):
     controller.confidence[-1].weight.zero_()
     controller.confidence[-1].bias.copy_(controller.default_confidence)
     return bem
-
-
-# -- policy gradient ---------------------------------------------------------------------------------
-
-
-def test_log_probabilities_equal_those_of_the_distributions():
-    generator = torch.Generator().manual_seed(0)
-    codes, experts = (
-        torch.randn(7, 3, generator=generator, dtype=torch.float64),
-        torch.randn(4, 3, generator=generator, dtype=torch.float64),
-    )
-    gaussian = Gaussian(0.4)
-    actions = gaussian.sample(codes, generator)
-    expected = torch.distributions.Normal(codes, 0.4).log_prob(actions).sum(-1)
-    assert (gaussian.log_prob(codes, actions) - expected).abs().max() < 1e-12
-    categorical = Categorical(experts, temperature=0.7)
-    actions = categorical.sample(codes, generator)
-    chosen = torch.tensor([[torch.equal(a, e) for e in experts] for a in actions]).nonzero()[:, 1]
-    expected = torch.distributions.Categorical(logits=codes @ experts.T / 0.7).log_prob(chosen)
-    assert (categorical.log_prob(codes, actions) - expected).abs().max() < 1e-12
-    for wrong in (
-        lambda: Gaussian(0.0),
-        lambda: Categorical(torch.zeros(1, 3)),
-        lambda: Categorical(experts, math.inf),
-    ):
-        with pytest.raises(ConfigError):
-            wrong()
-
-
-@pytest.mark.parametrize("kind", ["gaussian", "categorical"])
-def test_policy_gradient_estimate_equals_the_exact_gradient(kind):
-    """With any baseline: the mean over 200,000 draws, within five standard errors of the gradient by hand."""
-    generator, n = torch.Generator().manual_seed(0), 200_000
-    code = torch.tensor([0.3, -0.8, 0.5], dtype=torch.float64)
-    if kind == "gaussian":
-        policy, slope = Gaussian(0.4), torch.tensor([1.0, -2.0, 0.5], dtype=torch.float64)
-        reward, exact = (lambda actions: actions @ slope), slope
-    else:
-        experts = torch.randn(4, 3, generator=generator, dtype=torch.float64)
-        policy, earns = Categorical(experts, 0.7), torch.tensor([0.1, 0.9, 0.4, 0.0], dtype=torch.float64)
-        reward = lambda actions: earns[torch.cdist(actions, experts).argmin(-1)]  # noqa: E731
-        p = (experts @ code / 0.7).softmax(0)
-        exact = ((p * earns)[:, None] * (experts - p @ experts) / 0.7).sum(0)
-    codes = code.expand(n, -1).clone().requires_grad_()
-    actions = policy.sample(codes, generator)
-    ((reward(actions) - 0.37) * policy.log_prob(codes, actions)).sum().backward()
-    error = codes.grad.std(dim=0) / math.sqrt(n)
-    assert ((codes.grad.mean(dim=0) - exact).abs() < 5 * error).all() and (exact.abs() > 10 * error).any()
-
-
-@pytest.mark.parametrize("level", ["position", "prefix", "chunk", "token"])
-def test_action_is_drawn_when_a_code_may_change_and_holds_until_the_next(level):
-    model = make_host()
-    acts = (MASK == 1) & (torch.arange(19) >= 2)
-    policy = Gaussian(0.5)
-    with randomise(attach_bem(model, BemConfig(**SMALL, level=level, token_limit=6, sites=("q", "o")))) as bem:
-        with torch.no_grad(), recorded_codes(bem) as own:
-            model(**BATCH, use_cache=False)
-        with acting(bem, policy, torch.Generator().manual_seed(0), acts) as seen, recorded_codes(bem) as steered:
-            model(**BATCH, use_cache=False)
-    [acted], before, after = seen, own[0].adaptive(), steered[0].adaptive()
-    assert torch.equal(after[~acts], before[~acts]) and torch.equal(after, acted.actions)
-    for row in range(3):
-        n, decisions, log_prob = 0, 0, 0.0
-        for t in range(19):
-            if not MASK[row, t]:
-                continue
-            token_coded = level == "token" or (level == "position" and n < 6)
-            if acts[row, t]:
-                begins = token_coded or n % 4 == 0 or not acts[row, t - 1] or (level == "position" and n == 6)
-                noise = after[row, t] - before[row, t]
-                if begins:
-                    decisions += 1
-                    log_prob += float(policy.log_prob(before[row, t][None], after[row, t][None]))
-                    assert noise.abs().max() > 0
-                else:
-                    assert torch.equal(after[row, t], after[row, t - 1])
-            n += 1
-        assert int(acted.n[row]) == decisions and abs(float(acted.log_prob[row].detach()) - log_prob) < 1e-4
-
-
-def test_regret_is_the_best_reward_minus_the_earned_one():
-    rewards = torch.tensor([[0.0, 0.5], [1.0, 0.5], [1.0, 1.0]])
-    assert regret(rewards, 1.0).tolist() == [0.75, 1.0, 1.0]
-    assert regret(rewards, torch.tensor([[0.5, 0.5], [1.0, 1.0], [1.0, 1.0]])).tolist() == [0.25, 0.5, 0.5]
-
-
-def test_regret_falls_far_below_that_of_a_uniform_choice():
-    found = Bandit(0).learn("categorical", 100, 3e-3)
-    slopes = found["slope_by_tenths"]
-    assert (
-        slopes[-1] < 0.25 * slopes[0]
-        and slopes[-1] < 0.25 * found["uniform_slope"]
-        and found["regret"] < found["uniform_regret"]
-    )
-
-
-def test_policy_learns_from_reward_without_changing_updates_or_model():
-    """The first step only sets the baseline; a reward that does not depend on actions teaches nothing on average, and
-    one of a wrong shape is refused.
-    """
-    model = make_host()
-    with randomise(attach_bem(model, BemConfig(**SMALL))) as bem:
-        before, updates, of_host = weights_of(bem), weights_of(bem.updates), weights_of(model)
-        improve(bem, [BATCH], lambda batch, output: torch.rand(3), Gaussian(), TrainSettings(n_steps=1))
-        assert same(bem, before)
-        history = improve(
-            bem, [BATCH], lambda batch, output: output.logits[:, -1, 7], Gaussian(), TrainSettings(n_steps=3)
-        )
-        assert (
-            history.rewards.shape == (3, 3)
-            and not same(bem, before)
-            and same(bem.updates, updates)
-            and same(model, of_host)
-        )
-        before = weights_of(bem)
-        improve(bem, [BATCH], lambda batch, output: torch.ones(3), Gaussian(), TrainSettings(n_steps=3))
-        assert same(bem, before)
-        for wrong in (lambda batch, output: torch.ones(2), lambda batch, output: torch.full((3,), math.nan)):
-            with pytest.raises(ConfigError, match="one finite number for each"):
-                improve(bem, [BATCH], wrong, Gaussian(), TrainSettings(n_steps=1))
-    with pytest.raises(BemError, match="attach it first"):
-        improve(bem, [BATCH], lambda batch, output: torch.ones(3), Gaussian(), TrainSettings(n_steps=1))
 
 
 # -- distillation ------------------------------------------------------------------------------------

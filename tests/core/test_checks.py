@@ -186,7 +186,7 @@ TABLE = [
     of(TrainSettings, "weight_decay", number("weight_decay", 0.5, -1), n_steps=3),
     of(TrainSettings, "max_grad_norm", number("max_grad_norm", 0.5, 0, none=True), n_steps=3),
     *(of(LossWeights, name, number(f"the weight of {name}", 0.5, -1)) for name in ("kl", "entropy", "update",
-    "decorrelation", "flips")),
+    "decorrelation", "flips", "gates")),
     ("with_batch_backoff(n)", lambda env, value: with_batch_backoff(lambda rows: None, value), count("n", 3, 0)),
     ("with_batch_backoff(size=)", lambda env, value: with_batch_backoff(lambda rows: None, 0, size=value),
     count("size", 3, 1, none=True)),

@@ -15,7 +15,6 @@ from probemon.adapters.bem.config import BemConfig
 from probemon.adapters.bem.fallback import FallbackPolicy
 from probemon.adapters.bem.losses import LossWeights
 from probemon.adapters.bem.memory import with_batch_backoff
-from probemon.adapters.bem.policy import Categorical, Gaussian
 from probemon.adapters.bem.training import TrainSettings
 from probemon.adapters.routing.alerts import AlertRule
 from probemon.adapters.routing.records import RoutingParquet
@@ -187,9 +186,7 @@ TABLE = [
     of(TrainSettings, "weight_decay", number("weight_decay", 0.5, -1), n_steps=3),
     of(TrainSettings, "max_grad_norm", number("max_grad_norm", 0.5, 0, none=True), n_steps=3),
     *(of(LossWeights, name, number(f"the weight of {name}", 0.5, -1)) for name in ("kl", "entropy", "update",
-    "decorrelation", "flips")),
-    of(Gaussian, "std", number("std", 0.5, 0, -1)),
-    of(Categorical, "temperature", number("temperature", 0.5, 0, -1), experts=torch.ones(2, 3)),
+    "decorrelation", "flips", "gates")),
     ("with_batch_backoff(n)", lambda env, value: with_batch_backoff(lambda rows: None, value), count("n", 3, 0)),
     ("with_batch_backoff(size=)", lambda env, value: with_batch_backoff(lambda rows: None, 0, size=value),
     count("size", 3, 1, none=True)),

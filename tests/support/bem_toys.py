@@ -2,7 +2,6 @@
 
 - two domains: a row's first tokens say its domain, and the right next token differs by domain.
 - imitation: each domain has an expert's code, which the controller learns to give.
-- bandit: each domain has one code among several that is rewarded.
 """
 
 from __future__ import annotations
@@ -18,7 +17,6 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from probemon.adapters.bem import Bem, BemConfig, attach_bem
 from probemon.adapters.bem.imitation import imitate, imitation_error
 from probemon.adapters.bem.losses import Batch, LossWeights
-from probemon.adapters.bem.policy import Categorical, Gaussian, improve, regret
 from probemon.adapters.bem.training import TrainSettings, fit, train
 
 N_CONTENT, N_PREFIX, N_STEPS_OF_TEXT, NOISE = 16, 8, 24, 0.1
@@ -148,106 +146,3 @@ def imitated(seed: int, n_steps: int, level: str) -> dict[str, float]:
     before = imitation_error(bem, held_out)
     imitate(bem, learning, TrainSettings(n_steps=n_steps, lr=3e-2, seed=seed))
     return {"before": before, "after": imitation_error(bem, held_out)}
-
-
-class Bandit:
-    """Arms are experts' codes on a host with random U and V, one of which is the best for each domain, by construction.
-
-    A row is its domain's 8 tokens and 8 of the walk; one decision is made, when the walk begins. The reward, from 0 to
-    1, is the mean probability of those tokens that the row's best arm makes the likeliest.
-    """
-
-    def __init__(self, seed: int, n_arms: int = 4) -> None:
-        self.seed, self.model = seed, make_host(seed)
-        self.bem = attach_bem(self.model, BemConfig(**BEM, level="prefix", seed=seed))
-        generator = torch.Generator().manual_seed(seed)
-        with torch.no_grad():
-            for parameter in self.bem.updates.parameters():
-                parameter.copy_(0.5 * torch.randn(parameter.shape, generator=generator))
-        # Entries that sum to 0: a fresh controller's codes are nearly all ones, and so prefer none of them.
-        drawn = torch.randn(n_arms, self.bem.config.rank, generator=generator)
-        self.arms = nn.functional.normalize(drawn - drawn.mean(dim=1, keepdim=True), dim=-1) * 1.5
-        self.best_arm = torch.randperm(n_arms, generator=generator)[:2]  # of each domain
-
-    def batches(self, part: int, n: int) -> list[dict[str, Tensor]]:
-        """With `wanted [B, 16]`, and `arms [B, K]`: what each arm would earn, the known answer."""
-        made = []
-        for batch in two_domains(self.seed, part, n):
-            ids = batch["input_ids"][:, : 2 * N_PREFIX]
-            acts = torch.arange(ids.shape[1]).expand_as(ids) >= N_PREFIX
-            said = torch.stack([self.logits(ids, acts, arm) for arm in self.arms])
-            rows = torch.arange(len(ids))
-            wanted = said[self.best_arm[rows % 2], rows].argmax(dim=-1)
-            made.append(
-                {
-                    "input_ids": ids,
-                    "acts": acts,
-                    "wanted": wanted,
-                    "arms": torch.stack([earned(x, wanted, acts) for x in said], dim=1),
-                }
-            )
-        return made
-
-    @torch.no_grad()
-    def logits(self, ids: Tensor, acts: Tensor, arm: Tensor | None) -> Tensor:
-        """Under one arm where the policy acts; under the controller's own code without one."""
-
-        def given(controller: Any, args: Any, codes: Any) -> Any:
-            return codes if arm is None else codes.replace(prefix=torch.where(acts[..., None], arm, codes.prefix))
-
-        handle = self.bem.controller.register_forward_hook(given)
-        try:
-            found: Tensor = self.model(ids, use_cache=False).logits
-        finally:
-            handle.remove()
-        return found
-
-    def learn(self, kind: str, n_steps: int, lr: float) -> dict[str, Any]:
-        """Regret a row and step, by tenths of the training, beside that of a uniform choice of arm on the same rows."""
-        possible: list[Tensor] = []
-
-        def reward(batch: Batch, output: Any) -> Tensor:
-            possible.append(batch["arms"])
-            return earned(output.logits, batch["wanted"], batch["acts"])
-
-        gaussian = kind == "gaussian"  # of a categorical policy the codes themselves are no action
-        held_out = self.batches(7, 16) if gaussian else []
-        before = self.own(held_out) if gaussian else None
-        policy = Gaussian(0.5) if gaussian else Categorical(self.arms)
-        history = improve(
-            self.bem, self.batches(6, 64), reward, policy, TrainSettings(n_steps=n_steps, lr=lr, seed=self.seed)
-        )
-        arms = torch.stack(possible)
-        total, uniform = (regret(x, arms.max(dim=-1).values) for x in (history.rewards, arms.mean(dim=-1)))
-        slopes = total[n_steps // 10 - 1 :: n_steps // 10].diff(prepend=torch.zeros(1)) / (n_steps // 10)
-        found = {
-            "seed": self.seed,
-            "policy": kind,
-            "lr": lr,
-            "steps": n_steps,
-            "regret": float(total[-1]),
-            "uniform_regret": float(uniform[-1]),
-            "slope_by_tenths": slopes.tolist(),
-            "uniform_slope": float(uniform[-1]) / n_steps,
-        }
-        if gaussian:
-            found |= {
-                "own_code_reward_before": before,
-                "own_code_reward_after": self.own(held_out),
-                "best_arm_reward": float(torch.cat([x["arms"] for x in held_out]).max(dim=1).values.mean()),
-            }
-        return found
-
-    def own(self, batches: Sequence[Batch]) -> float:
-        """Mean reward of the controller's own codes."""
-        return float(
-            torch.cat(
-                [earned(self.logits(x["input_ids"], x["acts"], None), x["wanted"], x["acts"]) for x in batches]
-            ).mean()
-        )
-
-
-def earned(logits: Tensor, wanted: Tensor, acts: Tensor) -> Tensor:
-    """Mean probability of the wanted tokens where the policy acts `[B]`."""
-    right = logits.softmax(dim=-1).gather(-1, wanted[..., None])[..., 0]
-    return (right * acts).sum(dim=1) / acts.sum(dim=1)

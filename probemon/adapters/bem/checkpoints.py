@@ -2,20 +2,20 @@
 
 The controller runs once, outside of checkpoints. Non-reentrant ones keep the graph, through which gradients reach the
 codes. In reentrant ones codes are leaves. Their gradients are passed on where the controller reads, which the backward
-pass reaches last.
+pass reaches last. A layer's parameters that were frozen in the forward are frozen when it runs again.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from probemon.adapters.bem.forwards import Forward
+from probemon.adapters.bem.forwards import Forward, frozen
 from probemon.errors import BemError
 from probemon.host.internals import checkpoint_function, set_checkpoint_function
 
@@ -24,19 +24,21 @@ Run = Callable[[Forward, bool, Callable[..., Any], tuple[Any, ...]], Any]
 
 
 class Checkpoints:
-    """Wraps checkpoint functions of layers, from the one that is read on.
+    """Wraps checkpoint functions of layers.
 
-        checkpoints = Checkpoints(layers, run, read)
+        checkpoints = Checkpoints(layers, read_layer, run, read)
         checkpoints.follow(forward)               # before its layers
         hidden = checkpoints.with_gradients(forward, hidden)             # at the layer that is read
         checkpoints.leave()
 
     `run`: runs a layer again.
-    `read(hidden)`: runs the controller, if hooks of the first layer run within its checkpoint.
+    `read(hidden)`: runs the controller, if hooks of layer `read_layer` run within its checkpoint.
     """
 
-    def __init__(self, layers: Sequence[nn.Module], run: Run, read: Callable[[Tensor], Tensor]) -> None:
-        self._layers, self.run, self._read = list(layers), run, read
+    def __init__(
+        self, layers: Iterable[nn.Module], read_layer: int, run: Run, read: Callable[[Tensor], Tensor]
+    ) -> None:
+        self._layers, self._read_layer, self.run, self._read = list(layers), read_layer, run, read
         self._patched: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
     def used(self, decoder: nn.Module) -> bool:
@@ -53,12 +55,12 @@ class Checkpoints:
 
     def follow(self, forward: Forward) -> None:
         """Bind the layers' checkpoint functions to this forward."""
-        for layer in self._layers:
+        for number, layer in enumerate(self._layers):
             bound = next((one for one in _chain(layer) if one.owner is self), None)
             if bound is None:
                 function = checkpoint_function(layer)
                 assert function is not None
-                bound = _Bound(self, function, self._read if layer is self._layers[0] else None)
+                bound = _Bound(self, layer, function, self._read if number == self._read_layer else None)
                 set_checkpoint_function(layer, bound)
                 self._patched.add(layer)
             bound.forward = forward
@@ -90,15 +92,23 @@ class _Bound:
     forward: Forward
 
     def __init__(
-        self, owner: Checkpoints, function: Callable[..., Any], read: Callable[[Tensor], Tensor] | None
+        self,
+        owner: Checkpoints,
+        layer: nn.Module,
+        function: Callable[..., Any],
+        read: Callable[[Tensor], Tensor] | None,
     ) -> None:
         self.owner, self.function, self._read = owner, function, read
+        self._layer = weakref.ref(layer)
 
     def __call__(self, what: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         forward = self.forward
         if self._read is not None and forward.applied is None and not forward.off:
             args = (self._read(args[0]), *args[1:])
-        return self.function(_Again(what, forward, self.owner.run), *args, **kwargs)
+        layer = self._layer()
+        assert layer is not None
+        still = [parameter for parameter in layer.parameters() if not parameter.requires_grad]
+        return self.function(_Again(what, forward, self.owner.run, still), *args, **kwargs)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise BemError("a model that is trained with an adapter on it cannot be copied: detach first")
@@ -112,17 +122,18 @@ def _chain(layer: nn.Module) -> Iterator[_Bound]:
 
 
 class _Again:
-    """Part of a forward, run now and in the backward pass."""
+    """Part of a forward, run now and in the backward pass; `still`: its parameters without a gradient."""
 
-    def __init__(self, what: Callable[..., Any], forward: Forward, run: Run) -> None:
-        self._what, self._forward, self._run = what, forward, run
+    def __init__(self, what: Callable[..., Any], forward: Forward, run: Run, still: Sequence[nn.Parameter]) -> None:
+        self._what, self._forward, self._run, self._still = what, forward, run, still
         self._gradients, self._ran, self._reentrant = torch.is_grad_enabled(), False, False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         is_rerun, self._ran = self._ran, True
         if not is_rerun:  # a reentrant checkpoint runs its forward without a graph
             self._reentrant = self._gradients and not torch.is_grad_enabled()
-        return self._run(self._forward, is_rerun and self._reentrant, partial(self._what, **kwargs), args)
+        with frozen(self._still if is_rerun else ()):
+            return self._run(self._forward, is_rerun and self._reentrant, partial(self._what, **kwargs), args)
 
 
 class _Handover(torch.autograd.Function):

@@ -5,15 +5,14 @@
     lora, history = distil_trained(bem, batches, TrainSettings(n_steps=300, lr=1e-2), rank=16)
     lora.save("lora/")
 
-At each site, `dW = s U diag(c_t) V^T` becomes `s B A`, with A = V^T and
+At each site, `dW = s U diag(c_t) V^T` becomes `s B A`:
 
-    constant        B = U diag(c), if every token has the same code
-    mean            B = U diag(mean of c_t)
-    least_squares   B = U M, with the M [r, r] that minimises
-                    sum_t |U diag(c_t) V^T x_t - U M V^T x_t|^2
+    constant        B = U diag(c), A = V^T, if every token has the same code
+    mean            B = U diag(mean of c_t), A = V^T
+    least_squares   the A [rank, in] and B [out, rank] that minimise
+                    sum_t |U diag(c_t) V^T x_t - B A x_t|^2  (`reduced_rank.best_fit`)
 
-Codes are taken after governance, other forms as low-rank twins. `M = (sum_t (c_t o p_t) p_t^T) (sum_t p_t p_t^T)^-1`
-with p_t = V^T x_t.
+Codes are taken after governance, other forms as low-rank twins.
 """
 
 from __future__ import annotations
@@ -23,35 +22,38 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from probemon.adapters.bem.attached import Bem
+from probemon.adapters.bem.forwards import frozen
 from probemon.adapters.bem.losses import (
     Batch,
     applied_codes,
     check_learnable,
     forward_inputs,
-    frozen,
     mode,
     next_labels,
     real_tokens,
     recorded_codes,
     silenced,
 )
+from probemon.adapters.bem.reduced_rank import Fit, Sums, best_fit
 from probemon.adapters.bem.saved import make_folder, write_tensors
 from probemon.adapters.bem.sites import Site, device_of
 from probemon.adapters.bem.training import TrainingHistory, TrainSettings, fit
 from probemon.adapters.bem.twins import Twin, check_has_twin, cut_to, low_rank_twin, rank_of
 from probemon.errors import BemError, ConfigError, UnsupportedModel
 from probemon.host.model import find_layers
-from probemon.util.checks import is_int, is_number
+from probemon.util.checks import LARGEST, check_number, is_int, is_number
 from probemon.util.files import write_text_atomically
 
 METHODS = ("constant", "mean", "least_squares")
 STARTS = ("nearest", "fresh")
+_MOST_INPUTS = 8192
+_MOST_BYTES = 2**30
 _ROUNDING = 1e-6  # distance of equal codes of norm 1
 
 
@@ -112,7 +114,7 @@ class _Moments:
     norm: float  # the largest |c|
     codes: Tensor  # [r], sum of c
     inputs: Tensor  # [r, r], sum of p p^T
-    cross: Tensor  # [r, r], sum of (c o p) p^T
+    cross: Tensor  # [r, r], sum of (c o p) p^T; its quotient with `inputs` regresses c o p on p
     outputs: Tensor  # [r, r], sum of (c o p) (c o p)^T
 
     @classmethod
@@ -132,7 +134,7 @@ class _Moments:
         self.cross = self.cross + weighted.T @ p
         self.outputs = self.outputs + weighted.T @ weighted
 
-    def nearest(self, method: str) -> Tensor:
+    def core(self, method: str) -> Tensor:
         if method == "least_squares":
             # Inputs may span fewer than r directions.
             return self.cross @ torch.linalg.pinv(self.inputs, hermitian=True)
@@ -150,18 +152,32 @@ class _Moments:
 
 
 @torch.no_grad()
-def distil(bem: Bem, batches: Sequence[Batch], method: str | None = None, *, rank: int | None = None) -> StaticLora:
+def distil(
+    bem: Bem,
+    batches: Sequence[Batch],
+    method: str | None = None,
+    *,
+    rank: int | None = None,
+    ridge: float | None = 0.0,
+) -> StaticLora:
     """Return the static LoRA nearest to an attached adapter on `batches`.
 
-    `method`: None for "constant" if codes are, else "least_squares".
+    `method`: None for "constant" if codes are, else "least_squares", of all LoRAs of the rank the nearest.
     `rank`: None keeps the adapter's; other forms get the rank of the exact result.
+    `ridge`: of least squares. 0 is nearest on `batches`, and far on other texts unless these have several times as many
+    tokens as a site has inputs; None chooses what should be nearest on other texts. See `best_fit`.
 
-    Raises `ConfigError` for other methods, no tokens, "constant" if codes vary, or forms without a twin;
-    `UnsupportedModel` for sites that are not plainly linear; `BemError` if the adapter is off.
+    Least squares reads the batches twice and takes `8 in^2` bytes a site: as many sites at once as fit into 1 GiB, for
+    others the batches are read again.
+
+    Raises `ConfigError` for other methods, no tokens, "constant" if codes vary, forms without a twin, or least squares
+    at over 8,192 inputs; `UnsupportedModel` for sites that are not plainly linear; `BemError` if the adapter is off.
     """
     check_learnable(bem)
     check_has_twin(bem.config)
     _check_rank(rank)
+    if ridge is not None:
+        check_number("ridge", ridge, low=0, high=LARGEST, remedy="give 0 or more, or None to choose it")
     if bem.config.sparse_eps:
         raise ConfigError(
             f"sparse_eps is {bem.config.sparse_eps}: skipped tokens have no update, and a static one skips"
@@ -180,22 +196,30 @@ def distil(bem: Bem, batches: Sequence[Batch], method: str | None = None, *, ran
             f"codes vary at {', '.join(varied[:4])}{' ...' if len(varied) > 4 else ''} (by {distance:.3g}): use method"
             " 'least_squares' or 'mean'"
         )
-    cores = {key: moment.nearest(method) for key, moment in moments.items()}
     uncut = bem.config.form == "low_rank" and rank in (None, bem.config.rank)
-    if not uncut and rank is None:
-        rank = max(1, *(rank_of(twins[key], core) for key, core in cores.items()))
+    cores = {key: moment.core(method) for key, moment in moments.items()}
+    fits: dict[str, Fit] = {}
+    if method == "least_squares":
+        fits = _fits(bem, twins, cores, batches, ridge)
+    if rank is None:
+        ranks = [fit.rank for fit in fits.values()] or [rank_of(twins[key], core) for key, core in cores.items()]
+        rank = bem.config.rank if uncut else max(1, *ranks)
     factors, lost, total = {}, 0.0, 0.0
     for key, twin in twins.items():
-        core, a, b = cores[key], twin.V.T, twin.U @ cores[key]
-        if not uncut:
-            core, a, b = cut_to(twin, core, cast(int, rank))
-        site_lost, site_total = moments[key].error(twin.U, core)
+        if fits:
+            a, b = fits[key].cut(rank)
+            site_lost, site_total = fits[key].lost(rank), fits[key].total
+        else:
+            core, a, b = cores[key], twin.V.T, twin.U @ cores[key]
+            if not uncut:
+                core, a, b = cut_to(twin, core, rank)
+            site_lost, site_total = moments[key].error(twin.U, core)
         lost, total = lost + site_lost, total + site_total
         dtype = next(iter(bem.updates[key].state_dict().values())).dtype
         dtype = dtype if dtype.is_floating_point else torch.float32
         factors[names[key]] = (a.to(dtype), b.to(dtype))
     base_model = getattr(bem.host, "name_or_path", None) or None
-    error, rank = lost / total if total else 0.0, rank or bem.config.rank
+    error = lost / total if total else 0.0
     # `scale B A` at every rank.
     return StaticLora(rank, bem.config.scale * rank, factors, method, error, base_model)
 
@@ -215,8 +239,8 @@ def distil_trained(
 
     `rank`: None for the adapter's; the scale stays.
     `labels`: their weight, 0 to 1.
-    `start`: "nearest" begins with `distil`, balanced; "fresh" as a LoRA, better if codes vary much. None tries both and
-    keeps the lower loss of the last tenth of the steps.
+    `start`: "nearest" begins with `distil(ridge=None)`, balanced; "fresh" as a LoRA, better if codes vary much. None
+    tries both and keeps the lower loss of the last tenth of the steps.
 
     Raises as `distil` and `train`.
     """
@@ -225,8 +249,8 @@ def distil_trained(
         raise ConfigError(f"labels is {labels!r}: give 0 (only the adapter) to 1 (only the labels)")
     if start not in (None, *STARTS):
         raise ConfigError(f"start is {start!r}: give {' or '.join(map(repr, STARTS))}, or None to choose")
-    nearest, model = distil(bem, batches), bem.host
-    scale, rank = nearest.alpha / nearest.rank, rank or nearest.rank
+    nearest, model = distil(bem, batches, rank=rank, ridge=None), bem.host
+    scale, rank = nearest.alpha / nearest.rank, nearest.rank
     factors: dict[str, tuple[nn.Parameter, nn.Parameter]] = {}
 
     def adding(name: str) -> Any:
@@ -242,7 +266,7 @@ def distil_trained(
         with torch.no_grad():
             routed = model(**inputs, use_cache=False).logits[counted].float().log_softmax(dim=-1)
         with ExitStack() as stack:
-            for block in (frozen(model), frozen(bem), silenced(bem)):
+            for block in (frozen(model.parameters()), frozen(bem.parameters()), silenced(bem)):
                 stack.enter_context(block)
             for name in factors:
                 stack.callback(model.get_submodule(name).register_forward_hook(adding(name)).remove)
@@ -285,12 +309,12 @@ def _check_rank(rank: int | None) -> None:
 
 
 def _balanced(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    """Return factors with the same product and equal singular values: a larger one learns slowly."""
+    """Return factors with the same product and equal singular values: a larger one learns slowly, one of 0 never."""
     q_b, r_b = torch.linalg.qr(b.double())
     q_a, r_a = torch.linalg.qr(a.double().T)
     u, values, v = torch.linalg.svd(r_b @ r_a.T)
-    n = len(values)  # under r for narrow modules
-    root = values.sqrt()
+    n = int((values > 1e-9 * values.amax()).sum())
+    root = values[:n].sqrt()
     return (root[:, None] * (v[:n] @ q_a.T)).to(a.dtype), (q_b @ u[:, :n] * root).to(b.dtype)
 
 
@@ -330,22 +354,66 @@ def module_name(bem: Bem, site: Site) -> str:
 
 def _measure(bem: Bem, twins: Mapping[str, Twin], batches: Sequence[Batch]) -> dict[str, _Moments]:
     moments = {key: _Moments.of_rank(twin.V.shape[1]) for key, twin in twins.items()}
-    decoder, _ = find_layers(bem.host)
-    with mode(bem.host, training=False):
-        for batch in batches:
-            inputs, real = forward_inputs(bem.host, batch, decoder), real_tokens(batch)
-            if not bool(real.any()):
-                continue
-            with recorded_codes(bem) as recorded, _recorded_inputs(bem.sites) as site_inputs:
-                decoder(**inputs, use_cache=False)
-            applied = applied_codes(bem, recorded[-1])
-            for site in bem.sites:
-                x = site_inputs[site.key].reshape(*real.shape, -1)[real].double().cpu()
-                twin = twins[site.key]
-                moments[site.key].add(twin.codes(applied[site.key][real]), x @ twin.V)
+    for key, codes, x in _tokens(bem, twins, bem.sites, batches):
+        moments[key].add(codes, x @ twins[key].V)
     if not any(moment.n for moment in moments.values()):
         raise ConfigError("no batch has a token: give what the adapter is used on")
     return moments
+
+
+def _fits(
+    bem: Bem, twins: Mapping[str, Twin], cores: Mapping[str, Tensor], batches: Sequence[Batch], ridge: float | None
+) -> dict[str, Fit]:
+    fits = {}
+    for sites in _groups(bem.sites, twins):
+        sums = {site.key: Sums.of_sizes(*reversed(twins[site.key].V.shape)) for site in sites}
+        for key, codes, x in _tokens(bem, twins, sites, batches):
+            sums[key].add(codes * (x @ twins[key].V), x)
+        for key in list(sums):
+            twin = twins[key]
+            fits[key] = best_fit(twin.U, cores[key] @ twin.V.T, sums.pop(key), ridge)
+    return fits
+
+
+def _groups(sites: Sequence[Site], twins: Mapping[str, Twin]) -> list[list[Site]]:
+    """Sites whose sums fit into memory together."""
+    groups: list[list[Site]] = []
+    room = 0
+    for site in sites:
+        n_in = len(twins[site.key].V)
+        if n_in > _MOST_INPUTS:
+            raise ConfigError(
+                f"site {site.name} has {n_in:,} inputs, and least squares takes at most {_MOST_INPUTS:,}: give"
+                f" method='mean', or leave {site.kind!r} out of sites"
+            )
+        n_bytes = 8 * n_in**2
+        if n_bytes > room:
+            groups.append([])
+            room = _MOST_BYTES
+        groups[-1].append(site)
+        room -= n_bytes
+    return groups
+
+
+def _tokens(
+    bem: Bem, twins: Mapping[str, Twin], sites: Sequence[Site], batches: Sequence[Batch]
+) -> Iterator[tuple[str, Tensor, Tensor]]:
+    """Yield a site's key with its twin's codes `[M, r]` and inputs `[M, in]`, for each batch and site."""
+    decoder, _ = find_layers(bem.host)
+    for batch in batches:
+        inputs, real = forward_inputs(bem.host, batch, decoder), real_tokens(batch)
+        if not bool(real.any()):
+            continue
+        with (
+            mode(bem.host, training=False),
+            recorded_codes(bem) as recorded,
+            _recorded_inputs(sites) as site_inputs,
+        ):
+            decoder(**inputs, use_cache=False)
+            applied = applied_codes(bem, recorded[-1])
+        for site in sites:
+            x = site_inputs[site.key].reshape(*real.shape, -1)[real].double().cpu()
+            yield site.key, twins[site.key].codes(applied[site.key][real]), x
 
 
 @contextmanager

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -57,6 +58,19 @@ class Steered(nn.Module):
     def forward(self, codes: Codes, sizes: tuple[Tensor, Tensor]) -> Codes:
         sigma1, relative = (size.view(codes.level.shape) for size in sizes)
         return codes.replace(sigma1=sigma1, delta_rel_norm=relative)
+
+
+@contextmanager
+def frozen(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
+    """In the block, make no gradient for these parameters."""
+    changed = [parameter for parameter in parameters if parameter.requires_grad]
+    for parameter in changed:
+        parameter.requires_grad_(False)
+    try:
+        yield
+    finally:
+        for parameter in changed:
+            parameter.requires_grad_(True)
 
 
 def check_no_recurrent_state(inputs: Mapping[str, Any]) -> None:

@@ -21,13 +21,13 @@ from torch import Tensor
 
 from probemon.adapters.bem.attached import Bem
 from probemon.adapters.bem.config import LEVELS
+from probemon.adapters.bem.forwards import frozen
 from probemon.adapters.bem.levels import expected_operations
 from probemon.adapters.bem.losses import (
     Batch,
     check_learnable,
     codes_taken,
     forward_inputs,
-    frozen,
     masked_tokens,
     mode,
     model_inputs,
@@ -52,7 +52,7 @@ def imitate(bem: Bem, batches: Sequence[Batch], settings: TrainSettings, *, oper
         check_experts(bem, batch)
 
     def loss_of(batch: Batch) -> tuple[Tensor, Mapping[str, Tensor]]:
-        with frozen(bem.updates):
+        with frozen(bem.updates.parameters()):
             loss = _expected_loss(bem, *_compared(bem, batch))
         if operations:
             n_tokens = max(1, round(float(masked_tokens(batch, "counted").sum()) / len(batch["input_ids"])))
@@ -115,7 +115,7 @@ def _compared(bem: Bem, batch: Batch) -> tuple[dict[str, Tensor], Tensor]:
     """Codes `[M, r]` by sort of site or by level, and the experts'."""
     decoder, _ = find_layers(bem.host)
     inputs, counted = forward_inputs(bem.host, batch, decoder), masked_tokens(batch, "counted")
-    with frozen(bem.host), recorded_codes(bem) as recorded:
+    with frozen(bem.host.parameters()), recorded_codes(bem) as recorded:
         decoder(**inputs, use_cache=False)
     if not bool(counted.any()):
         raise ConfigError("a batch has no token that counts: leave it out")

@@ -11,6 +11,7 @@
     decorrelation  mean squared correlation between dimensions of codes
     flips          max(0, soft flips - 0.1)^2
     operations     expected operations a token, under level="learned"
+    gates          mean squared correlation between gates, of form="head_groups"
 
 Either entropy alone would reward a router that always takes one dimension, or never decides.
 
@@ -34,6 +35,8 @@ from torch import Tensor, nn
 from probemon.adapters.bem.attached import Bem
 from probemon.adapters.bem.controller import Codes
 from probemon.adapters.bem.forms.form import Form
+from probemon.adapters.bem.forms.head_groups import gates
+from probemon.adapters.bem.forwards import frozen
 from probemon.adapters.bem.governance import decorrelation, flip_penalty, frobenius_squared, gram
 from probemon.adapters.bem.levels import expected_operations
 from probemon.adapters.bem.packing import packing_of
@@ -57,6 +60,7 @@ class LossWeights:
     decorrelation: float = 0.01
     flips: float = 0.1
     operations: float = 0.0
+    gates: float = 0.0
 
     def __post_init__(self) -> None:
         for name, value in dataclasses.asdict(self).items():
@@ -89,7 +93,7 @@ def adapter_losses(bem: Bem, batch: Batch, weights: LossWeights | None = None) -
         raise ConfigError(f"weights is {weights!r}: give LossWeights(lm=..., ...), or None for the defaults")
     weights = weights or LossWeights()
     inputs = forward_inputs(bem.host, batch)
-    with frozen(bem.host), recorded_codes(bem) as recorded:
+    with frozen(bem.host.parameters()), recorded_codes(bem) as recorded:
         logits: Tensor = bem.host(**inputs, use_cache=False).logits
     real, taken = real_tokens(batch), codes_taken(bem, recorded[-1])
     packing = recorded[-1].packing
@@ -119,6 +123,13 @@ def adapter_losses(bem: Bem, batch: Batch, weights: LossWeights | None = None) -
     if weights.operations:
         n_tokens = max(1, round(float(real.sum()) / len(real)))
         terms["operations"] = expected_operations(bem, n_tokens)
+    if weights.gates:
+        if bem.config.form != "head_groups":
+            raise ConfigError(
+                f"form is {bem.config.form!r}, which has no gates: give LossWeights(decorrelation=...), or use"
+                " BemConfig(form='head_groups')"
+            )
+        terms["gates"] = _mean(decorrelation(gates(codes), real) for codes in taken.values())
     total = torch.zeros((), dtype=torch.float32, device=logits.device)
     for name, term in terms.items():
         total = total + getattr(weights, name) * term.to(logits.device)
@@ -347,16 +358,3 @@ def mode(host: nn.Module, *, training: bool) -> Iterator[None]:
     finally:
         for module, was_training in before:
             module.training = was_training
-
-
-@contextmanager
-def frozen(module: nn.Module) -> Iterator[None]:
-    """In the block, make no gradient for these parameters."""
-    changed = [parameter for parameter in module.parameters() if parameter.requires_grad]
-    for parameter in changed:
-        parameter.requires_grad_(False)
-    try:
-        yield
-    finally:
-        for parameter in changed:
-            parameter.requires_grad_(True)

@@ -4,9 +4,10 @@
         ModelHooks(bem, model, states).attach(stack)
 
 Hooks run before the decoder, before layer `read_layer` (the controller), after each site (the update), and after the
-decoder (a check). Four methods are patched on the instance:
+decoder (a check). Five methods are patched on the instance:
 
     generate                        counts calls under way
+    init_continuous_batching        refuses, unless the adapter is disabled
     prepare_inputs_for_generation   finds padding
     get_compiled_call               runs eagerly
     _expand_inputs_for_generation   finds prompt lengths, for level="auto"
@@ -93,7 +94,7 @@ class ModelHooks:
         self._bem, self._states, self._controller = bem, states, bem.controller
         self._host, self._decoder, self._layers = host
         self._signature = list(inspect.signature(self._decoder.forward).parameters)
-        self._checkpoints = Checkpoints(list(self._layers)[bem.config.read_layer :], self._run_within, self._read)
+        self._checkpoints = Checkpoints(self._layers, bem.config.read_layer, self._run_within, self._read)
         # New: an old patch may remain under another's, and must stay off.
         self._owner, self._thread = _Owner(), _ThreadState()
         self._lock, self.n_generating = threading.Lock(), 0
@@ -131,6 +132,8 @@ class ModelHooks:
             patch_compiled_call(stack, owner, model, self._run_eagerly)
             if bem.config.level == "auto":
                 patch_expanded_inputs(stack, owner, model, self._note_prompt_lengths)
+        if hasattr(model, "init_continuous_batching"):  # its thread would only fail each request
+            shadow(stack, owner, model, "init_continuous_batching", self._refuse_batches)
         # First: a patch that remains under another's then passes calls on.
         stack.callback(setattr, owner, "open", False)
 
@@ -154,6 +157,14 @@ class ModelHooks:
             thread.prepared, thread.mask, thread.forward = False, None, None
             with self._lock:
                 self.n_generating -= 1
+
+    def _refuse_batches(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if self._bem.enabled:
+            raise UnsupportedDecoding(
+                "continuous batching (generate_batch) packs several requests into one row, whose codes an adapter does"
+                " not tell apart: call generate() with a row for each text, padded on the left, or detach the adapter"
+            )
+        return original(*args, **kwargs)
 
     def _note_prompt_lengths(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Here `generate` has its whole prompt and mask."""

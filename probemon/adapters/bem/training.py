@@ -237,7 +237,8 @@ class Objective(nn.Module):
     """An adapter's losses as a model: `forward` gives `loss` and `logits`.
 
     Only the adapter is saved, trained and moved to a device; the mode is the model's too. The buffer `settings` makes
-    checkpoints open by `attach_bem`.
+    checkpoints open by `attach_bem`. The model is frozen within a forward, and while its checkpointed layers run again
+    in the backward pass; in between and after, each parameter's `requires_grad` is the caller's.
     """
 
     def __init__(self, bem: Bem, weights: LossWeights | None = None) -> None:

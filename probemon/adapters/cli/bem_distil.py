@@ -71,7 +71,7 @@ def distil(
         for one in make_batches(lessons, batch, pad_of(tokenizer))
     ]
     with attach_bem(loaded_model, adapter) as bem:
-        nearest = nearest_lora(bem, batches, rank=rank or None)
+        nearest = nearest_lora(bem, batches, rank=rank or None, ridge=None)
         lora = nearest
         if steps:
             lora, _ = distil_trained(bem, batches, settings, rank=rank or None, labels=labels)

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from probemon.adapters.bem.saved import Saved
 
 _SHOWN = 16  # numbers of a code
+_WIDEST = 1000  # columns of a file or pipe
 _BARS = "▁▂▃▄▅▆▇█"
 
 
@@ -67,7 +68,11 @@ def inspect(
         f"limits: singular values {config['spectral_cap']}, all updates together {config['trust_region']}",
     )
     if tokens:
-        terminal(soft_wrap=False).print(_table(tokens))
+        say("codes: each number from its least here to its most")
+        console = terminal(soft_wrap=False)
+        if not console.is_terminal:
+            console.width = _WIDEST
+        console.print(_table(tokens))
 
 
 def described(saved: Saved) -> dict[str, Any]:
@@ -156,10 +161,10 @@ def _table(tokens: list[dict[str, Any]]) -> Any:
     most = [max(token["code"][i] for token in tokens) for i in range(len(tokens[0]["code"]))]
     table = plain_table()
     table.add_column("token", no_wrap=True)
-    table.add_column("level")
-    table.add_column("code, each number from its least here to its most", no_wrap=True)
+    table.add_column("level", no_wrap=True)
+    table.add_column("code", no_wrap=True)
     table.add_column("largest change", no_wrap=True)
-    table.add_column("sure", justify="right")
+    table.add_column("sure", justify="right", no_wrap=True)
     means = [sum(token["code"][i] for token in tokens) / len(tokens) for i in range(len(least))]
     for token in tokens:
         code = token["code"]

@@ -15,7 +15,15 @@ from conftest import PAD
 from probemon.adapters.bem import BemConfig, attach_bem
 from probemon.adapters.bem.distil import distil
 from probemon.adapters.bem.int8 import quantize
-from probemon.adapters.bem.losses import base_logits, codes_taken, update_norm
+from probemon.adapters.bem.losses import (
+    LossWeights,
+    adapter_losses,
+    base_logits,
+    codes_taken,
+    recorded_codes,
+    update_norm,
+)
+from probemon.adapters.bem.training import TrainSettings, train
 from probemon.adapters.routing import RoutingMonitor
 from probemon.errors import BemError, ConfigError
 
@@ -273,7 +281,7 @@ def test_constant_codes_distil_exactly_and_a_film_is_refused(host, config):
 def test_distillation_loss_of_each_form_equals_a_plain_loop(host, config, method):
     if config.form == "film":
         pytest.skip("refused")
-    ids, seen, inputs = some_ids(), [], {}
+    ids, seen, inputs = some_ids(1, 70), [], {}  # more tokens than a site has inputs
     with ExitStack() as stack, randomise(attach_bem(host, config)) as bem:
         lora = distil(bem, [{"input_ids": ids}], method)
         bem.controller.register_forward_hook(lambda *given: seen.append(given[2]))
@@ -290,6 +298,40 @@ def test_distillation_loss_of_each_form_equals_a_plain_loop(host, config, method
                 lost += float((routed - lora.dense(name) @ x).detach().square().sum())
                 total += float(routed.detach().square().sum())
     assert lost / total > 1e-4 and abs(lora.error - lost / total) < 1e-4 * lost / total
+
+
+def test_loss_of_gates_is_their_squared_correlation_and_training_lowers_it():
+    """By plain Python over the real tokens of two rows, one of them padded."""
+    config = replace(FORMS["head_groups"], level="token")
+    mask = torch.ones(2, LENGTH, dtype=torch.int64)
+    mask[0, :5] = 0
+    batch = {"input_ids": some_ids(2), "attention_mask": mask}
+    weights = LossWeights(lm=0, kl=0, entropy=0, update=0, decorrelation=0, flips=0, gates=1.0)
+    model = make_host()
+    with randomise(attach_bem(model, config)) as bem:
+        with recorded_codes(bem) as seen:
+            losses = adapter_losses(bem, batch, weights)
+        rows = [
+            [2 / (1 + math.exp(-code)) for code in seen[0].adaptive()[row, t].tolist()]
+            for row in range(2)
+            for t in range(LENGTH)
+            if mask[row, t]
+        ]
+        n = len(rows)
+        means = [sum(gate) / n for gate in zip(*rows, strict=True)]
+        first, second = ([row[g] - means[g] for row in rows] for g in range(2))
+        product, squares = (
+            sum(a * b for a, b in zip(first, second, strict=True)),
+            [sum(a * a for a in one) for one in (first, second)],
+        )
+        expected = product**2 / (squares[0] * squares[1])
+        assert n == 27 and 0.01 < expected < 1
+        assert float(losses.terms["gates"]) == pytest.approx(expected, rel=1e-4)
+        assert float(losses.total.detach()) == pytest.approx(expected, rel=1e-4)
+        after = train(bem, [batch], TrainSettings(n_steps=30, lr=1e-2), weights).losses[-1]
+    assert after < 0.2 * expected
+    with attach_bem(model, FORMS["rank_mask"]) as bem, pytest.raises(ConfigError, match=r"'rank_mask', .* no gates"):
+        adapter_losses(bem, batch, weights)
 
 
 def test_film_that_only_shifts_is_not_a_small_update(host):

@@ -475,3 +475,34 @@ def test_end_of_sequence_token_is_not_padding(llama):
     with randomise(attach_bem(llama, CONFIG)):
         out = llama.generate(ids, attention_mask=mask, **GREEDY)
         assert torch.equal(out, plain_greedy(llama, ids, 12))
+
+
+@pytest.mark.skipif(OLDEST, reason="it has no ContinuousBatchingConfig")
+def test_continuous_batching_is_refused_before_a_request_unless_the_adapter_is_off():
+    from transformers import ContinuousBatchingConfig, GenerationConfig
+
+    model = make_host()
+    config = ContinuousBatchingConfig(max_batch_tokens=16, page_size=4, num_blocks=16, allow_block_sharing=False)
+    settings = {"continuous_batching_config": config, "progress_bar": False}
+    settings["generation_config"] = GenerationConfig(
+        do_sample=False, max_new_tokens=5, pad_token_id=PAD, eos_token_id=EOS
+    )
+
+    def texts():
+        return [
+            list(output.generated_tokens) for output in model.generate_batch([[5, 9, 13], [7, 8]], **settings).values()
+        ]
+
+    bare, ran = texts(), []
+    attention = model.config._attn_implementation
+    with randomise(attach_bem(model, CONFIG)) as bem:
+        with model.model.register_forward_pre_hook(lambda *args: ran.append(args)):
+            for refused in (texts, lambda: model.init_continuous_batching(**settings)):
+                with pytest.raises(
+                    UnsupportedDecoding, match=r"generate_batch.* call generate\(\) with a row for each"
+                ):
+                    refused()
+        assert not ran and model.config._attn_implementation == attention
+        bem.enabled = False
+        assert texts() == bare
+    assert texts() == bare and len(bare[0]) == 5

@@ -11,7 +11,6 @@ from probemon.adapters.bem.forms.film import Film
 from probemon.adapters.bem.forms.head_groups import (
     HeadGroups,
     gate_correlation,
-    gate_correlation_penalty,
     gates,
     group_energy,
 )
@@ -137,10 +136,6 @@ def test_gate_correlation_is_measured_over_tokens():
     seen = gates(f(17, 8, 3))
     correlation = gate_correlation(seen)
     close(correlation[[0, 0, 1], [1, 2, 2]], [-0.165935040, -0.969171966, -0.081367251], 1e-9)
-    close(gate_correlation_penalty(seen), [0.324483122], 1e-9)
-    assert gate_correlation_penalty(seen[:2]) == 0
-    constant = torch.cat([seen, torch.ones(8, 1, dtype=torch.float64)], dim=1)
-    close(gate_correlation_penalty(constant), [0.324483122], 1e-9)
 
 
 def test_output_equals_the_dense_matrix_and_sums_over_indices(form):

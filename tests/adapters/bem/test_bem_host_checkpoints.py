@@ -4,11 +4,13 @@ from functools import partial
 
 import pytest
 import torch
+from transformers import Trainer, TrainingArguments
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from bem_oracle import FORMS, VOCAB, make_host, randomise
 from probemon.adapters.bem import BemConfig, FallbackPolicy, attach_bem
 from probemon.adapters.bem.losses import adapter_losses
+from probemon.adapters.bem.training import Objective, TrainSettings, train
 from probemon.errors import BemError
 
 ALL = ("q", "k", "v", "o", "down")
@@ -134,6 +136,47 @@ def test_recomputation_uses_the_adapter_state_of_the_original_forward(reentrant)
     bem.detach()
     with pytest.raises(BemError, match="the adapter that was on them is off"):
         loss.backward()
+
+
+def steps_of(way, bem, folder):
+    """The adapter's numbers, or gradients, after a training by one of the ways to train."""
+    batch = {"input_ids": IDS, "labels": IDS}
+    if way == "train":
+        train(bem, [batch], TrainSettings(n_steps=3, lr=1e-2))
+    elif way == "Trainer":
+        arguments = TrainingArguments(
+            output_dir=str(folder), max_steps=3, per_device_train_batch_size=2, learning_rate=1e-2, report_to=[],
+            save_strategy="no", logging_strategy="no", use_cpu=True, disable_tqdm=True, dataloader_pin_memory=False,
+        )  # fmt: skip
+        rows = [{"input_ids": ids, "labels": ids} for ids in IDS]
+        Trainer(model=Objective(bem), args=arguments, train_dataset=rows).train()
+    else:
+        Objective(bem).train()(**batch)["loss"].backward()
+    return {name: (x.detach() if x.grad is None else x.grad).clone() for name, x in bem.named_parameters()}
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad:UserWarning")
+@pytest.mark.parametrize("way", ["train", "Objective", "Trainer"])
+@pytest.mark.parametrize("reentrant", [False, True], ids=["not reentrant", "reentrant"])
+@pytest.mark.parametrize("name", ["all sites", "read later"])
+def test_unfrozen_model_is_trained_as_without_checkpointing_and_stays_as_it_was(name, reentrant, way, tmp_path):
+    """As `from_pretrained` and PEFT's `enable_input_require_grads` leave it; one of its parameters is frozen."""
+    found = []
+    for checkpointed in (False, True):
+        model = make_host(layers=3).requires_grad_(True)
+        model.model.layers[1].mlp.down_proj.weight.requires_grad_(False)
+        model.enable_input_require_grads()
+        asked = [parameter.requires_grad for parameter in model.parameters()]
+        if checkpointed:
+            checkpoint(model, reentrant)
+        with randomise(attach_bem(model, CONFIGS[name])) as bem:
+            found.append(steps_of(way, bem, tmp_path))
+            assert [parameter.requires_grad for parameter in model.parameters()] == asked
+        assert all(parameter.grad is None for parameter in model.parameters())
+    assert all(torch.isfinite(x).all() for x in found[0].values())
+    for key, expected in found[0].items():
+        close = same if way == "Objective" else lambda a, b, _: (a - b).norm() <= 1e-4 * b.norm()
+        assert close(found[1][key], expected, reentrant), key
 
 
 def test_unsupported_checkpointing_is_refused():

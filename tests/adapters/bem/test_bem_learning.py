@@ -1,4 +1,4 @@
-"""Losses, training, imitation, reinforcement and distillation of adapters, on toys with known answers."""
+"""Losses, training, imitation and distillation of adapters, on toys with known answers."""
 
 import copy
 import math
@@ -11,13 +11,13 @@ from safetensors.torch import save_file
 from transformers import DynamicCache
 
 from bem_oracle import VOCAB, dense_update, make_host, randomise
-from bem_toys import BEM, LM_ONLY, SAME_SITES, Bandit, imitated, routed, static, two_domains
+from bem_toys import BEM, LM_ONLY, SAME_SITES, imitated, routed, static, two_domains
 from bem_toys import make_host as make_toy
 from probemon.adapters.bem import Bem, BemConfig, attach_bem
 from probemon.adapters.bem.distil import distil, distil_trained
 from probemon.adapters.bem.imitation import imitate, imitation_error
 from probemon.adapters.bem.losses import LossWeights, adapter_losses, base_logits, recorded_codes, share_entropy
-from probemon.adapters.bem.policy import Categorical, Gaussian, acting, improve, regret
+from probemon.adapters.bem.reduced_rank import Sums, best_fit
 from probemon.adapters.bem.training import Objective, TrainSettings, evaluate, fit, train
 from probemon.errors import BemError, BemFileError, ConfigError, ModelMismatch, UnsupportedModel
 
@@ -454,129 +454,6 @@ def constant(bem, code, sure=None):
     return bem
 
 
-# -- policy gradient ---------------------------------------------------------------------------------
-
-
-def test_log_probabilities_equal_those_of_the_distributions():
-    generator = torch.Generator().manual_seed(0)
-    codes, experts = (
-        torch.randn(7, 3, generator=generator, dtype=torch.float64),
-        torch.randn(4, 3, generator=generator, dtype=torch.float64),
-    )
-    gaussian = Gaussian(0.4)
-    actions = gaussian.sample(codes, generator)
-    expected = torch.distributions.Normal(codes, 0.4).log_prob(actions).sum(-1)
-    assert (gaussian.log_prob(codes, actions) - expected).abs().max() < 1e-12
-    categorical = Categorical(experts, temperature=0.7)
-    actions = categorical.sample(codes, generator)
-    chosen = torch.tensor([[torch.equal(a, e) for e in experts] for a in actions]).nonzero()[:, 1]
-    expected = torch.distributions.Categorical(logits=codes @ experts.T / 0.7).log_prob(chosen)
-    assert (categorical.log_prob(codes, actions) - expected).abs().max() < 1e-12
-    for wrong in (
-        lambda: Gaussian(0.0),
-        lambda: Categorical(torch.zeros(1, 3)),
-        lambda: Categorical(experts, math.inf),
-    ):
-        with pytest.raises(ConfigError):
-            wrong()
-
-
-@pytest.mark.parametrize("kind", ["gaussian", "categorical"])
-def test_policy_gradient_estimate_equals_the_exact_gradient(kind):
-    """With any baseline: the mean over 200,000 draws, within five standard errors of the gradient by hand."""
-    generator, n = torch.Generator().manual_seed(0), 200_000
-    code = torch.tensor([0.3, -0.8, 0.5], dtype=torch.float64)
-    if kind == "gaussian":
-        policy, slope = Gaussian(0.4), torch.tensor([1.0, -2.0, 0.5], dtype=torch.float64)
-        reward, exact = (lambda actions: actions @ slope), slope
-    else:
-        experts = torch.randn(4, 3, generator=generator, dtype=torch.float64)
-        policy, earns = Categorical(experts, 0.7), torch.tensor([0.1, 0.9, 0.4, 0.0], dtype=torch.float64)
-        reward = lambda actions: earns[torch.cdist(actions, experts).argmin(-1)]  # noqa: E731
-        p = (experts @ code / 0.7).softmax(0)
-        exact = ((p * earns)[:, None] * (experts - p @ experts) / 0.7).sum(0)
-    codes = code.expand(n, -1).clone().requires_grad_()
-    actions = policy.sample(codes, generator)
-    ((reward(actions) - 0.37) * policy.log_prob(codes, actions)).sum().backward()
-    error = codes.grad.std(dim=0) / math.sqrt(n)
-    assert ((codes.grad.mean(dim=0) - exact).abs() < 5 * error).all() and (exact.abs() > 10 * error).any()
-
-
-@pytest.mark.parametrize("level", ["position", "prefix", "chunk", "token"])
-def test_action_is_drawn_when_a_code_may_change_and_holds_until_the_next(level):
-    model = make_host()
-    acts = (MASK == 1) & (torch.arange(19) >= 2)
-    policy = Gaussian(0.5)
-    with randomise(attach_bem(model, BemConfig(**SMALL, level=level, token_limit=6, sites=("q", "o")))) as bem:
-        with torch.no_grad(), recorded_codes(bem) as own:
-            model(**BATCH, use_cache=False)
-        with acting(bem, policy, torch.Generator().manual_seed(0), acts) as seen, recorded_codes(bem) as steered:
-            model(**BATCH, use_cache=False)
-    [acted], before, after = seen, own[0].adaptive(), steered[0].adaptive()
-    assert torch.equal(after[~acts], before[~acts]) and torch.equal(after, acted.actions)
-    for row in range(3):
-        n, decisions, log_prob = 0, 0, 0.0
-        for t in range(19):
-            if not MASK[row, t]:
-                continue
-            token_coded = level == "token" or (level == "position" and n < 6)
-            if acts[row, t]:
-                begins = token_coded or n % 4 == 0 or not acts[row, t - 1] or (level == "position" and n == 6)
-                noise = after[row, t] - before[row, t]
-                if begins:
-                    decisions += 1
-                    log_prob += float(policy.log_prob(before[row, t][None], after[row, t][None]))
-                    assert noise.abs().max() > 0
-                else:
-                    assert torch.equal(after[row, t], after[row, t - 1])
-            n += 1
-        assert int(acted.n[row]) == decisions and abs(float(acted.log_prob[row].detach()) - log_prob) < 1e-4
-
-
-def test_regret_is_the_best_reward_minus_the_earned_one():
-    rewards = torch.tensor([[0.0, 0.5], [1.0, 0.5], [1.0, 1.0]])
-    assert regret(rewards, 1.0).tolist() == [0.75, 1.0, 1.0]
-    assert regret(rewards, torch.tensor([[0.5, 0.5], [1.0, 1.0], [1.0, 1.0]])).tolist() == [0.25, 0.5, 0.5]
-
-
-def test_regret_falls_far_below_that_of_a_uniform_choice():
-    found = Bandit(0).learn("categorical", 100, 3e-3)
-    slopes = found["slope_by_tenths"]
-    assert (
-        slopes[-1] < 0.25 * slopes[0]
-        and slopes[-1] < 0.25 * found["uniform_slope"]
-        and found["regret"] < found["uniform_regret"]
-    )
-
-
-def test_policy_learns_from_reward_without_changing_updates_or_model():
-    """The first step only sets the baseline; a reward that does not depend on actions teaches nothing on average, and
-    one of a wrong shape is refused.
-    """
-    model = make_host()
-    with randomise(attach_bem(model, BemConfig(**SMALL))) as bem:
-        before, updates, of_host = weights_of(bem), weights_of(bem.updates), weights_of(model)
-        improve(bem, [BATCH], lambda batch, output: torch.rand(3), Gaussian(), TrainSettings(n_steps=1))
-        assert same(bem, before)
-        history = improve(
-            bem, [BATCH], lambda batch, output: output.logits[:, -1, 7], Gaussian(), TrainSettings(n_steps=3)
-        )
-        assert (
-            history.rewards.shape == (3, 3)
-            and not same(bem, before)
-            and same(bem.updates, updates)
-            and same(model, of_host)
-        )
-        before = weights_of(bem)
-        improve(bem, [BATCH], lambda batch, output: torch.ones(3), Gaussian(), TrainSettings(n_steps=3))
-        assert same(bem, before)
-        for wrong in (lambda batch, output: torch.ones(2), lambda batch, output: torch.full((3,), math.nan)):
-            with pytest.raises(ConfigError, match="one finite number for each"):
-                improve(bem, [BATCH], wrong, Gaussian(), TrainSettings(n_steps=1))
-    with pytest.raises(BemError, match="attach it first"):
-        improve(bem, [BATCH], lambda batch, output: torch.ones(3), Gaussian(), TrainSettings(n_steps=1))
-
-
 # -- distillation ------------------------------------------------------------------------------------
 
 
@@ -623,41 +500,99 @@ def test_a_constant_code_becomes_a_lora_that_peft_loads(tmp_path, cap):
     ].abs().max() > 0.1
 
 
-def test_least_squares_distillation_is_optimal():
-    """Against numpy's least squares on the outputs themselves; the mean code is further away."""
-    model = make_host()
+def best_lora(x, outputs, rank):
+    """The LoRA of a rank that is nearest on these tokens, and what it loses: numpy's least squares over all matrices,
+    cut by the singular values of what it predicts.
+    """
+    everything, *_ = np.linalg.lstsq(x, outputs, rcond=None)
+    directions = np.linalg.svd(x @ everything)[2][:rank]
+    dense = (everything @ directions.T @ directions).T
+    return dense, ((outputs - x @ dense.T) ** 2).sum() / (outputs**2).sum()
+
+
+def test_least_squares_distillation_is_the_best_lora_of_its_rank():
+    """Against numpy, on the outputs themselves, also at a lower rank and with fewer tokens than inputs. The best one of
+    the adapter's own U and V, and the mean code, are further away.
+    """
+    model, ids = make_host(), torch.randint(3, VOCAB, (4, 17), generator=torch.Generator().manual_seed(1))
+    batches = [BATCH, {"input_ids": ids}]
     with randomise(attach_bem(model, BemConfig(**SMALL, layers=(1,), sites=("down",), spectral_cap=None))) as bem:
-        found, mean = (
-            distil(bem, [BATCH, {"input_ids": IDS.flip(0)}]),
-            distil(bem, [BATCH, {"input_ids": IDS.flip(0)}], "mean"),
+        found, cut, mean, few = (
+            distil(bem, batches),
+            distil(bem, batches, rank=2),
+            distil(bem, batches, "mean"),
+            distil(bem, [{"input_ids": ids[:1]}]),
         )
+        pulled = [distil(bem, batches, ridge=ridge).error for ridge in (0.0, 0.1, 1e9)]
         with pytest.raises(ConfigError, match=r"codes vary at down\.1"):
             distil(bem, [BATCH], "constant")
         with pytest.raises(ConfigError, match="expected one of constant, mean, least_squares"):
             distil(bem, [BATCH], "median")
         with pytest.raises(ConfigError, match="no batch has a token"):
             distil(bem, [])
+        with pytest.raises(ConfigError, match="ridge is -1"):
+            distil(bem, [BATCH], ridge=-1)
         inputs, codes = [], []
         handle = bem.sites[0].module.register_forward_pre_hook(lambda module, args: inputs.append(args[0]))
-        for batch, real in ((BATCH, MASK == 1), ({"input_ids": IDS.flip(0)}, torch.ones_like(MASK, dtype=torch.bool))):
+        for batch, real in ((BATCH, MASK == 1), (batches[1], torch.ones_like(ids, dtype=torch.bool))):
             with torch.no_grad(), recorded_codes(bem) as seen:
                 model(**batch, use_cache=False)
             inputs[-1] = inputs[-1][real]
             codes.append(seen[0].adaptive()[real])
         handle.remove()
     u, v = (getattr(bem.updates["down_1"], name).detach().double().numpy() for name in "UV")
-    p, c = torch.cat(inputs).double().numpy() @ v, torch.cat(codes).double().numpy()
+    x, c = torch.cat(inputs).double().numpy(), torch.cat(codes).double().numpy()
+    p = x @ v
     outputs = (p * c) @ u.T
-    expected, *_ = np.linalg.lstsq(p, outputs, rcond=None)
-    a, b = found.factors["model.layers.1.mlp.down_proj"]
-    assert (
-        found.method == "least_squares"
-        and np.abs(a.numpy() - v.T).max() < 1e-7
-        and np.abs(b.double().numpy() - expected.T).max() < 1e-5 * np.abs(expected).max()
-    )
-    error = ((outputs - p @ expected) ** 2).sum() / (outputs**2).sum()
+    for lora, rank in ((found, 3), (cut, 2)):
+        dense, error = best_lora(x, outputs, rank)
+        by_lora = lora.dense("model.layers.1.mlp.down_proj").double().numpy() / bem.config.scale
+        assert lora.rank == rank and abs(lora.error - error) < 1e-6
+        assert np.abs(by_lora - dense).max() < 1e-4 * np.abs(dense).max()
+        assert abs(((outputs - x @ by_lora.T) ** 2).sum() / (outputs**2).sum() - error) < 1e-6
+    own, *_ = np.linalg.lstsq(p, outputs, rcond=None)
+    own_error = ((outputs - p @ own) ** 2).sum() / (outputs**2).sum()
     mean_error = ((outputs - (p * c.mean(0)) @ u.T) ** 2).sum() / (outputs**2).sum()
-    assert abs(found.error - error) < 1e-6 and abs(mean.error - mean_error) < 1e-6 and 0.01 < error < mean_error - 0.01
+    assert found.method == "least_squares" and abs(mean.error - mean_error) < 1e-6
+    assert 0.01 < found.error < own_error - 0.01 < own_error < mean_error - 0.01
+    assert found.error == pulled[0] < pulled[1] < pulled[2] and abs(pulled[2] - own_error) < 1e-6
+    first = x[-68:-51]  # 17 tokens of 24 inputs: exact
+    assert few.error < 1e-9
+    by_lora = few.dense("model.layers.1.mlp.down_proj").double().numpy() / bem.config.scale
+    assert np.abs(first @ by_lora.T - outputs[-68:-51]).max() < 1e-4 * np.abs(outputs).max()
+
+
+def test_a_chosen_ridge_is_nearer_on_tokens_that_were_not_seen():
+    """A linear map and noise, fitted on fewer tokens than two an input: far beyond the exact fit, and not behind the
+    adapter's own U and V.
+    """
+    generator = torch.Generator().manual_seed(0)
+    u, v, moved = (torch.randn(size, generator=generator, dtype=torch.float64) for size in ((6, 3), (40, 3), (3, 40)))
+    x = torch.randn(2060, 40, generator=generator, dtype=torch.float64)
+    y = x @ v + 0.3 * x @ moved.T + 4 * torch.randn(2060, 3, generator=generator, dtype=torch.float64)
+    sums, lost = Sums.of_sizes(3, 40), {}
+    sums.add(y[:60], x[:60])
+    for ridge in (0.0, None, 1e9):
+        a, b = best_fit(u, v.T, sums, ridge).cut(3)
+        lost[ridge] = float(((y[60:] @ u.T - x[60:] @ a.T @ b.T) ** 2).sum())
+    assert lost[None] < 0.6 * lost[0.0] and lost[None] < 1.05 * lost[1e9]
+
+
+def test_wide_sites_are_fitted_apart_and_too_wide_ones_are_refused(monkeypatch):
+    model = make_host()
+    with randomise(attach_bem(model, BemConfig(**SMALL, sites=("o", "down")))) as bem:
+        together = distil(bem, [BATCH])
+        monkeypatch.setattr("probemon.adapters.bem.distil._MOST_BYTES", 8 * 24**2)
+        apart = distil(bem, [BATCH])
+        monkeypatch.setattr("probemon.adapters.bem.distil._MOST_INPUTS", 20)
+        with pytest.raises(ConfigError, match=r"site down\.0 has 24 inputs, .* at most 20: give method='mean'"):
+            distil(bem, [BATCH])
+        assert distil(bem, [BATCH], "mean").error > together.error
+    assert together.error == apart.error and all(
+        torch.equal(x, y)
+        for name, pair in together.factors.items()
+        for x, y in zip(pair, apart.factors[name], strict=True)
+    )
 
 
 @peft_asks_by_an_older_name
@@ -668,7 +603,7 @@ def test_trained_distillation_is_nearer_in_output_and_changes_nothing_else(tmp_p
     with randomise(attach_bem(model, BemConfig(**SMALL, level="token"))) as bem:
         before, of_host, wanted = weights_of(bem), weights_of(model), log_softmax(logits_of(model, mask=MASK))
         found, history = distil_trained(bem, [BATCH], TrainSettings(n_steps=40, lr=2e-2), start="nearest")
-        near = distil(bem, [BATCH])
+        near = distil(bem, [BATCH], ridge=None)
         assert (
             same(bem, before)
             and same(model, of_host)
@@ -708,7 +643,8 @@ def test_distillation_is_trained_at_labels_and_can_include_their_loss():
     labels = IDS.masked_fill(torch.arange(19) % 3 > 0, -100)
     batch, settings, model = {**BATCH, "labels": labels}, TrainSettings(n_steps=1), make_host()
     with randomise(attach_bem(model, BemConfig(**SMALL, level="token", alpha=7.5, sites=("o", "down")))) as bem:
-        wanted, near = log_softmax(logits_of(model, mask=MASK)), distil(bem, [batch])
+        wanted = log_softmax(logits_of(model, mask=MASK))
+        near = {rank: distil(bem, [batch], rank=rank, ridge=None) for rank in (None, 2, 3, 5)}
         runs = {
             how: distil_trained(bem, [batch], settings, start=how[0], rank=how[1], labels=how[2])
             for how in (
@@ -737,12 +673,10 @@ def test_distillation_is_trained_at_labels_and_can_include_their_loss():
     asked = (MASK[:, :-1] * MASK[:, 1:] == 1).numpy() & (labels[:, 1:] != -100).numpy()
     for (start, rank, share), (found, history) in runs.items():
         begin = copy.deepcopy(make_host())
-        for name, (a, b) in near.factors.items():
+        for name in near[rank].factors:
             if start != "fresh":
-                u, values, v = torch.linalg.svd((b @ a).double())
-                n = min(rank or 3, 3)
                 with torch.no_grad():
-                    begin.get_submodule(name).weight += 2.5 * ((u[:, :n] * values[:n]) @ v[:n]).float()
+                    begin.get_submodule(name).weight += near[rank].dense(name)
         given = log_softmax(logits_of(begin, mask=MASK))
         kl = (np.exp(wanted) * (wanted - given)).sum(-1)[:, :-1][asked].mean()
         lm = -np.take_along_axis(given[:, :-1], labels[:, 1:, None].clamp(min=0).numpy(), axis=-1)[..., 0][asked].mean()

@@ -18,7 +18,6 @@ from probemon.adapters.bem.fallback import FallbackPolicy
 from probemon.adapters.bem.imitation import imitate, imitation_error
 from probemon.adapters.bem.levels import expected_operations, level_operations
 from probemon.adapters.bem.losses import LossWeights, adapter_losses, recorded_codes
-from probemon.adapters.bem.policy import Gaussian, improve
 from probemon.adapters.bem.state import ControllerState
 from probemon.adapters.bem.training import TrainSettings, fit
 from probemon.adapters.routing import RoutingMonitor
@@ -222,8 +221,6 @@ def test_operations_of_a_level_equal_the_measured_cost_of_its_router():
         loss = adapter_losses(bem, {"input_ids": some_ids(2, 64)}, LossWeights(operations=1e-4))
         assert math.isclose(float(loss.terms["operations"]), mean, rel_tol=1e-6)
         only = BemConfig(**SMALL, level="learned")
-        with pytest.raises(ConfigError, match="a policy decides those of one"):
-            improve(bem, [{"input_ids": some_ids()}], lambda b, o: [0.0] * 3, Gaussian(), TrainSettings(n_steps=1))
     assert n_trainable(host, only) == sum(p.numel() for p in attach_bem(host, only).parameters()) and flops(int) == 0
 
 

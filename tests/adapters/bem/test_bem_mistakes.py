@@ -19,7 +19,6 @@ from probemon.adapters.bem.fallback import FallbackPolicy
 from probemon.adapters.bem.imitation import imitate, imitation_error
 from probemon.adapters.bem.losses import LossWeights, adapter_losses, silenced
 from probemon.adapters.bem.memory import memory_pressure
-from probemon.adapters.bem.policy import Categorical, Gaussian, improve
 from probemon.adapters.bem.saved import settings_hash
 from probemon.adapters.bem.training import TrainSettings, evaluate, parameter_groups, train
 from probemon.adapters.bem.update import MOST_RANK, MOST_WIDTH
@@ -253,27 +252,16 @@ def test_unusable_batches_are_refused_before_the_first_step():
         with pytest.raises(ConfigError, match="no batch has a token"):
             distil(bem, [padding])
         assert distil(bem, [*LESSONS, padding]).error == distil(bem, LESSONS).error
-        before = {name: x.clone() for name, x in bem.state_dict().items()}
-        with pytest.raises(ConfigError, match="batches have 1, 2 rows"):
-            improve(
-                bem,
-                [{"input_ids": IDS}, {"input_ids": IDS.expand(2, -1)}],
-                lambda batch, output: torch.ones(len(batch["input_ids"])),
-                Gaussian(),
-                TrainSettings(n_steps=4),
-            )
-        assert all(torch.equal(x, before[name]) for name, x in bem.state_dict().items())
 
 
 def learning(bem, settings=None, **changes):
-    """Every way to learn, given one batch with changes; a reward for each row."""
+    """Every way to learn, given one batch with changes."""
     settings = settings or TrainSettings(n_steps=1)
     batch = {"input_ids": IDS, "labels": IDS, "expert_codes": torch.ones(1, 3) / 2, **changes}
     batch = {name: x for name, x in batch.items() if x is not None}
     return {
         "train": lambda: train(bem, [batch], settings),
         "imitate": lambda: imitate(bem, [batch], settings),
-        "improve": lambda: improve(bem, [batch], lambda batch, output: torch.ones(1), Gaussian(), settings),
         "distil": lambda: distil(bem, [batch]),
         "trained": lambda: distil_trained(bem, [batch], settings),
         "evaluate": lambda: evaluate(bem.host, [batch]),
@@ -308,7 +296,6 @@ def test_training_functions_refuse_invalid_batches_and_settings():
         ways = (
             lambda b, s: train(bem, b, s),
             lambda b, s: imitate(bem, b, s),
-            lambda b, s: improve(bem, b, lambda batch, output: [1.0], Gaussian(), s),
         )
         for learn in ways:
             for batches, given, message in (
@@ -328,56 +315,22 @@ def test_training_functions_refuse_invalid_batches_and_settings():
                 measure()
 
 
-def test_invalid_rewards_policies_and_baselines_are_refused():
-    settings, ok = TrainSettings(n_steps=1), {"input_ids": IDS}
-    with attach_bem(make_model(), BemConfig(**SMALL)) as bem:
-        for reward, policy, more, message in (
-            (
-                lambda batch, output: [1.0],
-                Categorical(torch.eye(4)),
-                {},
-                r"experts have shape \(4, 4\), and this adapter's codes have 3 numbers",
-            ),
-            (lambda batch, output: None, Gaussian(), {}, "the reward gave None"),
-            (lambda batch, output: ["a"], Gaussian(), {}, r"the reward gave \['a'\]"),
-            (lambda batch, output: [1.0, 2.0], Gaussian(), {}, r"the reward gave \[1.0, 2.0\] for 1 rows"),
-            (lambda batch, output: [1.0], None, {}, "policy is None"),
-            (lambda batch, output: [1.0], Gaussian(), {"baseline_decay": 7}, "baseline_decay is 7"),
-            (lambda batch, output: [1.0], Gaussian(), {"baseline_decay": None}, "baseline_decay is None"),
-        ):
-            with pytest.raises(ConfigError, match=message):
-                improve(bem, [ok], reward, policy, settings, **more)
-        assert improve(bem, [ok], lambda batch, output: [2], Gaussian(), settings).rewards.tolist() == [[2.0]]
-        for wrong, message in (
-            (lambda: Gaussian("a"), "std is 'a'"),
-            (lambda: Categorical([[1.0], [2.0]]), "experts are a list"),
-            (lambda: Categorical(torch.eye(2), None), "temperature is None"),
-        ):
-            with pytest.raises(ConfigError, match=message):
-                wrong()
-
-
 def test_integer_and_float_masks_equal_bool_masks():
     settings = TrainSettings(n_steps=3)
     where = torch.tensor([[False, True, False, False, True, True], [True, False, False, True, False, False]])
     ids, codes = torch.cat([IDS, IDS.flip(1)]), torch.randn(2, 6, 3, generator=torch.Generator().manual_seed(0)) / 4
     found = []
     for kind in (torch.bool, torch.int64, torch.uint8, torch.float32):
-        batch = {"input_ids": ids, "expert_codes": codes, "counted": where.to(kind), "acts": where.to(kind)}
+        batch = {"input_ids": ids, "expert_codes": codes, "counted": where.to(kind)}
         with attach_bem(make_model(), BemConfig(**SMALL)) as bem:
             error, losses = imitation_error(bem, [batch]), imitate(bem, [batch], settings).losses
-            rewarded = improve(bem, [batch], lambda batch, output: output.logits.mean(dim=(1, 2)), Gaussian(), settings)
-        found.append((error, losses, rewarded.history.losses, rewarded.rewards.tolist()))
+        found.append((error, losses))
     assert all(one == found[0] for one in found)
     with attach_bem(make_model(), BemConfig(**SMALL)) as bem:
         for wrong in (where[:, :4], where[0], [True]):
-            batch = {"input_ids": ids, "expert_codes": codes, "counted": wrong, "acts": wrong}
-            for learn, name in (
-                (lambda b: imitate(bem, [b], settings), "counted"),
-                (lambda b: imitation_error(bem, [b]), "counted"),
-                (lambda b: improve(bem, [b], lambda batch, output: [1.0, 1.0], Gaussian(), settings), "acts"),
-            ):
-                with pytest.raises(ConfigError, match=f"{name} of a batch are"):
+            batch = {"input_ids": ids, "expert_codes": codes, "counted": wrong}
+            for learn in (lambda b: imitate(bem, [b], settings), lambda b: imitation_error(bem, [b])):
+                with pytest.raises(ConfigError, match="counted of a batch are"):
                     learn(batch)
 
 
@@ -568,12 +521,6 @@ def test_batches_without_labels_are_not_reported_as_divergence():
             (lambda: train(bem, [{"input_ids": IDS[:, :1]}], TrainSettings(n_steps=1)), "no label behind a token"),
             (lambda: imitate(bem, [experts], TrainSettings(n_steps=1)), "no token that counts"),
             (lambda: imitation_error(bem, []), "no batches to measure on"),
-            (
-                lambda: improve(
-                    bem, [padding], lambda batch, output: torch.ones(1), Gaussian(), TrainSettings(n_steps=1)
-                ),
-                "no token at which the policy acts",
-            ),
         ):
             with pytest.raises(ConfigError, match=message):
                 learn()
@@ -685,22 +632,10 @@ def test_the_kernel_is_not_chosen_for_an_adapter_in_half_precision(tmp_path, mon
         assert bem.impl == "triton" and bem.controller.fused
 
 
-def test_batches_may_hold_extra_data_for_rewards_and_none_values():
-    class Lesson(dict):
-        tag = "mine"
-
-    seen = []
+def test_batches_may_hold_extra_data_and_none_values():
     with attach_bem(make_model(), BemConfig(**SMALL)) as bem:
-        lesson = Lesson({"input_ids": IDS, "labels": None, "attention_mask": None, "text": ["x"]})
+        lesson = {"input_ids": IDS, "labels": None, "attention_mask": None, "text": ["x"]}
         assert len(train(bem, [lesson], TrainSettings(n_steps=1)).losses) == 1
-        improve(
-            bem,
-            [lesson],
-            lambda batch, output: seen.append((batch.tag, batch["text"])) or torch.ones(1),
-            Gaussian(),
-            TrainSettings(n_steps=1),
-        )
-    assert seen == [("mine", ["x"])]
 
 
 def test_packed_sequences_with_an_all_ones_mask_are_refused_if_it_is_dropped():

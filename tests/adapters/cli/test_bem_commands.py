@@ -105,6 +105,9 @@ def test_train_eval_inspect_and_distil_agree_with_the_library(place, run, words,
     assert all(len(token["code"]) == 2 and 0 < token["confidence"] < 1 for token in shown["tokens"])
     code, text, errors = run("inspect", out, "--model", place / "host", "--text", "w1 w20 w3 w11")
     assert code == 0 and "o of 2 layers (0 to 1), down of 2 layers (0 to 1)" in text and "w20" in text, errors
+    assert "…" not in text  # a pipe has 80 columns
+    for token, line in zip(shown["tokens"], text.splitlines()[-4:], strict=True):
+        assert line.split()[:2] == [token["token"], token["level"]] and line.endswith(f" {token['confidence']:.2f}")
 
     lora = tmp_path / "lora"
     code, text, errors = run(
@@ -385,8 +388,8 @@ def test_every_form_and_level_is_trained_inspected_and_distilled(place, run, tmp
     out, host = tmp_path / "adapter", place / "host"
     code, text, errors = run("train", host, place / "rows.jsonl", "--out", out, *SMALL, "--epochs", "1", *how)
     assert code == 0 and says.removesuffix(" for") in text, errors
-    code, text, errors = run("inspect", out, "--model", host, "--text", "w1 w20 w3 w11")
-    assert code == 0 and says in text, errors
+    code, text, errors = run("inspect", out, "--model", host, "--text", f"w1 w20 {'w3' * 40} w11")
+    assert code == 0 and says in text and "…" not in text, errors
     code, text, errors = run("inspect", out, "--model", host, "--text", "w1 w20 w3 w11", "--json")
     told = json.loads(text)
     assert told["trainable"] == sum(tensor.numel() for tensor in load_file(out / "bem.safetensors").values())

@@ -74,19 +74,3 @@ def gate_correlation(gates: Tensor) -> Tensor:
     centred = gates - gates.mean(dim=0)
     norms = centred.norm(dim=0)
     return (centred.T @ centred) / (norms[:, None] * norms)
-
-
-def gate_correlation_penalty(gates: Tensor) -> Tensor:
-    """Return the mean squared correlation of varying gates `[M, G]`; 0 under three tokens."""
-    n_groups = gates.shape[1]
-    if len(gates) < 3 or n_groups < 2:
-        return gates.new_zeros(())
-    centred = gates - gates.mean(dim=0)
-    norms = centred.norm(dim=0)
-    varies = norms > 1e-6 * gates.shape[0] ** 0.5
-    unit = centred[:, varies] / norms[varies]
-    if unit.shape[1] < 2:
-        return gates.new_zeros(())
-    correlation = unit.T @ unit
-    others = ~torch.eye(len(correlation), dtype=torch.bool, device=gates.device)
-    return correlation[others].square().mean()

@@ -96,7 +96,7 @@ def _arithmetic(dtype: torch.dtype) -> dict[str, Any]:
 
 def _forward(
     settings: StepSettings, hidden: Tensor, real: Tensor, carry: Sequence[Tensor], weights: Sequence[Tensor | None]
-) -> tuple[Tensor | None, ...]:
+) -> tuple[Any, ...]:
     """Return features, carry, codes, confidence, chunk index, boundary, level."""
     n, open_, code, *_ = carry
     (b, size, width), rank, d = open_.shape, code.shape[1], hidden.shape[2]

@@ -14,7 +14,6 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from probemon.adapters.bem.kernels import controller as bem_controller
-from probemon.adapters.bem.kernels import controller_backward as bem_back
 from probemon.adapters.bem.kernels import controller_forward as bem_step
 
 SETTINGS = bem_controller.StepSettings(ema=0.5, max_norm=3.0, prefix_tokens=128, token_limit=512, under=2, over=1)
@@ -41,9 +40,6 @@ def cases(arch):
         out = dict.fromkeys(f"{router}_out_ptr" for router in absent)
         yield f"features {name}", bem_step.features, wide | {"ROWS": bem_controller.ROWS}, dtype, {}
         yield f"step {name}", bem_step.step, meta, dtype, none | out
-        places = {"PARTS": 3000, "AT_PREFIX": 194, "AT_CHUNK": 600, "AT_TOKEN": 1100}
-        yield f"step back {name}", bem_back.step_back, meta | places, dtype, none | {f"of_{key}": None for key in out}
-        yield f"features back {name}", bem_back.features_back, wide, dtype, {}
 
 
 def source(kernel, meta, dtype, absent):

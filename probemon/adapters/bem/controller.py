@@ -160,10 +160,9 @@ class Controller(nn.Module):
     def route(self, hidden: Tensor, real: Tensor, state: ControllerState) -> Codes:
         """As `forward`, without a guard. An error leaves the state unchanged."""
         before = self.resume(state)
-        checkpointed = self.checkpointed and torch.is_grad_enabled()
-        fused = (
-            self.fused and not checkpointed and real.shape[1] == 1 and self.config.level not in ("energy", "learned")
-        )
+        learns = torch.is_grad_enabled()  # the kernel makes no gradients
+        checkpointed = self.checkpointed and learns
+        fused = self.fused and not learns and real.shape[1] == 1 and self.config.level not in ("energy", "learned")
         if state.room == 0 and state.n_columns and not fused:  # the kernel sees complete chunks
             # Waits for the GPU once in N steps, to save work.
             state.room = int((self.config.chunk_tokens - 1 - before.n % self.config.chunk_tokens).min())

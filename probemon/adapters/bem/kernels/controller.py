@@ -1,10 +1,10 @@
-"""Controller step over one column of decoding in Triton, forward and backward.
+"""Controller step over one column of decoding in Triton, without gradients.
 
     step = controller_step(hidden, real, carry, weights, settings)      # hidden [B, 1, D], real [B, 1] bool
 
 The reference is `probemon.adapters.bem.controller`. Programs share the projection's weights in one launch; a second
-does the rest, one program per row. All is fp32 or fp64, without tf32. A row's result and gradients are bitwise the same
-in every run and batch.
+does the rest, one program per row. All is fp32 or fp64, without tf32. A row's result is bitwise the same in every run
+and batch.
 """
 
 from __future__ import annotations
@@ -19,11 +19,8 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from probemon.adapters.bem.kernels import controller_backward as backward
 from probemon.adapters.bem.kernels import controller_forward as forward
-from probemon.adapters.bem.kernels.update import sum_over_rows
 from probemon.adapters.bem.update import MOST_RANK, MOST_WIDTH
 from probemon.errors import ConfigError
 
@@ -99,7 +96,7 @@ def _arithmetic(dtype: torch.dtype) -> dict[str, Any]:
 
 def _forward(
     settings: StepSettings, hidden: Tensor, real: Tensor, carry: Sequence[Tensor], weights: Sequence[Tensor | None]
-) -> tuple[Tensor | None, ...]:
+) -> tuple[Any, ...]:
     """Return features, carry, codes, confidence, chunk index, boundary, level."""
     n, open_, code, *_ = carry
     (b, size, width), rank, d = open_.shape, code.shape[1], hidden.shape[2]
@@ -118,109 +115,6 @@ def _forward(
     return (z, *new_carry, *codes, *columns)
 
 
-class _ControllerStep(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, settings: StepSettings, hidden: Tensor, real: Tensor, *inputs: Tensor | None
-    ) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        carry, weights = inputs[:6], inputs[6:]
-        outputs = _forward(settings, hidden, real, carry, weights)  # type: ignore[arg-type]
-        z, n, _, _, summary, mass, confidence = outputs[:7]
-        ctx.mark_non_differentiable(n, *outputs[11:])
-        ctx.save_for_backward(hidden, real, z, summary, mass, confidence, *inputs)
-        ctx.settings = settings
-        return outputs
-
-    @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator,unused-ignore]
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        hidden, real, z, *saved = ctx.saved_tensors
-        outputs, carry, weights = saved[:3], saved[3:9], saved[9:]
-        (b, size, width), rank, d = carry[1].shape, carry[2].shape[1], hidden.shape[2]
-        grad_outputs = [
-            None if grad is None else grad.contiguous() for i, grad in enumerate(grads[:11]) if i != 1
-        ]  # no n
-        grad_z, *grad_carry = (torch.empty_like(t) for t in (z, *carry[1:]))
-        at, n_parts = _places(weights, width, rank)
-        parts = z.new_zeros(b, n_parts)
-        norm, _, project, *_ = weights
-        hat, grad_y, moments = (z.new_empty(b, m) for m in (d, d, 3))
-        if b:
-            with torch.cuda.device_of(hidden):
-                meta = dict(step_meta(width, rank, size, ctx.settings, z.dtype))
-                for forward_only in ("LIMIT", "UNDER", "OVER", "ACC"):
-                    del meta[forward_only]
-                backward.step_back[(b,)](
-                    z, real, *carry, *weights[4:], *outputs, *grad_outputs, grad_z, *grad_carry, parts, PARTS=n_parts,
-                    AT_PREFIX=at["prefix"], AT_CHUNK=at["chunk"], AT_TOKEN=at["token"], **meta,
-                )  # fmt: skip
-                backward.features_back[(b,)](
-                    hidden, real, norm, project, grad_z, hat, grad_y, moments, d, **features_meta(width, d, z.dtype)
-                )
-        grad_hidden = None
-        if ctx.needs_input_grad[1]:  # elementwise: torch's sums depend on the batch
-            scale, plain, along = moments.split(1, dim=1)
-            grad_hidden = torch.where(real, (grad_y * norm - plain - hat * along) * scale, 0.0)
-            grad_hidden = grad_hidden.view(hidden.shape).to(hidden.dtype)
-        grad_weights: list[Tensor | None] = [None] * len(weights)
-        if any(ctx.needs_input_grad[9:]):
-            grad_weights = [
-                *_normalised_linear_grads(hat, grad_y, norm, weights[1], grad_z[:, 0]),
-                *_confidence_grads(parts, weights, width),
-                *(grad for router, n_in in ROUTERS.items() for grad in _router_grads(parts[:, at[router] :], weights,
-                router, n_in * width, width, rank)),
-            ]  # fmt: skip
-        return None, grad_hidden, None, None, *grad_carry, *grad_weights
-
-
-def _places(weights: Sequence[Tensor | None], width: int, rank: int) -> tuple[dict[str, int], int]:
-    """Return each router's offset in the parts, and their length."""
-    at, end = {}, 3 * width + 2
-    for router, n_in in ROUTERS.items():
-        at[router] = end
-        if weights[_FIRST[router]] is not None:
-            end += (2 * n_in + 2) * width + rank
-    return at, end
-
-
-def _transposed_product(a: Tensor, b: Tensor) -> Tensor:
-    """Return `a^T b` in a fixed order, without tf32."""
-    a = a.contiguous()
-    return sum_over_rows(b.contiguous(), a, torch.ones_like(a), 1.0, 0.0, a).t()
-
-
-def _normalised_linear_grads(
-    hat: Tensor, grad_y: Tensor, gain: Tensor, bias: Tensor, grad: Tensor
-) -> tuple[Tensor, ...]:
-    """Return gradients of a LayerNorm and the linear layer after it."""
-    return (grad_y * hat).sum(dim=0), grad_y.sum(dim=0), _transposed_product(grad, hat * gain + bias), grad.sum(dim=0)
-
-
-def _confidence_grads(parts: Tensor, weights: Sequence[Tensor], width: int) -> tuple[Tensor, ...]:
-    """Return gradients of query, confidence and temperature."""
-    grad_query, grad_logit, grad_heat, hat = parts[:, : 3 * width + 2].split([width, 1, 1, 2 * width], dim=1)
-    gain, bias, weight = weights[5:8]
-    return (
-        grad_query.sum(dim=0),
-        *_normalised_linear_grads(hat, grad_logit * weight, gain, bias, grad_logit),
-        grad_heat.sum(dim=0),
-    )
-
-
-def _router_grads(
-    parts: Tensor, weights: Sequence[Tensor | None], router: str, n_in: int, width: int, rank: int
-) -> tuple[Tensor | None, ...]:
-    first = _FIRST[router]
-    gain, bias = weights[first : first + 2]
-    if gain is None or bias is None:
-        return (None,) * len(_PARTS_OF_ROUTER)
-    hat, grad_y, middle, grad_middle, grad_raw = parts[:, : 2 * n_in + 2 * width + rank].split(
-        [n_in, n_in, width, width, rank], dim=1
-    )
-    linear = _normalised_linear_grads(hat, grad_y, gain, bias, grad_middle)
-    return *linear, _transposed_product(grad_raw, middle), grad_raw.sum(dim=0)
-
-
 def controller_step(
     hidden: Tensor, real: Tensor, carry: Sequence[Tensor], weights: Mapping[str, Tensor], settings: StepSettings
 ) -> ColumnStep:
@@ -229,16 +123,13 @@ def controller_step(
     `carry`: n `[B]` int64, open `[B, N, w]`, code `[B, r]`, summary `[B, w]`, log_mass `[B]`, confidence `[B]`.
     `weights`: by `WEIGHTS`, of present routers.
 
-    Widths up to 1,024, ranks up to 64. Differentiable once. Raises `ConfigError` if inputs do not fit.
+    Widths up to 1,024, ranks up to 64. Makes no gradients. Raises `ConfigError` if inputs do not fit.
     """
     ordered = [weights.get(name) for name in WEIGHTS]
     _check(tuple(None if t is None else (t.shape, t.dtype, t.device) for t in (hidden, real, *carry, *ordered)))
     hidden, real, carry = hidden.contiguous(), real.contiguous(), [t.contiguous() for t in carry]
     ordered = [None if t is None else t.contiguous() for t in ordered]
-    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (hidden, *carry, *ordered)):
-        outputs = _ControllerStep.apply(settings, hidden, real, *carry, *ordered)  # type: ignore[no-untyped-call,unused-ignore]
-    else:
-        outputs = _forward(settings, hidden, real, carry, ordered)
+    outputs = _forward(settings, hidden, real, carry, ordered)
     return ColumnStep(outputs[0], outputs[1:7], *outputs[7:])
 
 

@@ -19,6 +19,7 @@ from probemon.util.checks import LARGEST, check_count, check_number, check_setti
 LEVELS = ("prefix", "chunk", "token")
 POLICIES = ("position", "auto", "energy", "learned", *LEVELS)
 KINDS = ("q", "k", "v", "o", "down")
+STARTS = ("random", "svd")
 FORMS = ("low_rank", "head_groups", "rank_mask", "kronecker", "film")
 _OF_FORM = {"groups": "head_groups", "active": "rank_mask", "hadamard": "rank_mask", "terms": "kronecker"}
 MAX_NORM = 256.0  # the largest that statistics count
@@ -57,6 +58,8 @@ class BemConfig:
     `sparse_eps`: in forwards without gradients, updates of at most this Frobenius norm after the limits are skipped,
     for each token and site. Outputs then differ by at most `sparse_eps` times the norm of their input (for "film": of
     the output with a 1 appended). None: compute all.
+    `start`: of first factors (`probemon.adapters.bem.first_factors`): "random", or "svd" from the model's weights, for
+    "low_rank" and "kronecker".
     `seed`: of the initial parameters.
     """
 
@@ -84,6 +87,7 @@ class BemConfig:
     hadamard: bool = False
     terms: int | None = None
     bound: float = 0.1
+    start: str = "random"
     seed: int = 0
 
     @property
@@ -188,6 +192,9 @@ class BemConfig:
                 self._check(name, is_int(value) and 1 <= value <= most, f"give 1 to {most}")
         self._check("hadamard", isinstance(self.hadamard, bool), "give True or False")
         self._check("rank", not self.hadamard or not self.rank & (self.rank - 1), "hadamard needs a power of two")
+        self._check("start", self.start in STARTS, f"give one of {', '.join(STARTS)}")
+        fine = self.start == "random" or self.form in ("low_rank", "kronecker")
+        self._check("start", fine, f"it is for the forms low_rank and kronecker, and this is {self.form!r}")
         remedy = "give a number over 0, at most 1"
         check_number("bound", self.bound, low=0, high=1, open_low=True, remedy=remedy)
         if self.form == "head_groups" and self.sites != ("o",):

@@ -11,6 +11,7 @@
     decorrelation  mean squared correlation between dimensions of codes
     flips          max(0, soft flips - 0.1)^2
     operations     expected operations a token, under level="learned"
+    orthogonality  mean squared cosine between columns of V, or between Kronecker terms
 
 Either entropy alone would reward a router that always takes one dimension, or never decides.
 
@@ -33,6 +34,7 @@ from torch import Tensor, nn
 
 from probemon.adapters.bem.attached import Bem
 from probemon.adapters.bem.controller import Codes
+from probemon.adapters.bem.first_factors import overlap
 from probemon.adapters.bem.forms.form import Form
 from probemon.adapters.bem.governance import decorrelation, flip_penalty, frobenius_squared, gram
 from probemon.adapters.bem.levels import expected_operations
@@ -57,6 +59,7 @@ class LossWeights:
     decorrelation: float = 0.01
     flips: float = 0.1
     operations: float = 0.0
+    orthogonality: float = 0.0
 
     def __post_init__(self) -> None:
         for name, value in dataclasses.asdict(self).items():
@@ -119,6 +122,8 @@ def adapter_losses(bem: Bem, batch: Batch, weights: LossWeights | None = None) -
     if weights.operations:
         n_tokens = max(1, round(float(real.sum()) / len(real)))
         terms["operations"] = expected_operations(bem, n_tokens)
+    if weights.orthogonality:
+        terms["orthogonality"] = overlap(bem.updates.values())
     total = torch.zeros((), dtype=torch.float32, device=logits.device)
     for name, term in terms.items():
         total = total + getattr(weights, name) * term.to(logits.device)

@@ -19,9 +19,16 @@ from probemon.util.checks import LARGEST, check_count, check_number, check_setti
 LEVELS = ("prefix", "chunk", "token")
 POLICIES = ("position", "auto", "energy", "learned", *LEVELS)
 KINDS = ("q", "k", "v", "o", "down")
+GATE_INPUTS = ("statistics", "retrieval")
 STARTS = ("random", "svd")
 FORMS = ("low_rank", "head_groups", "rank_mask", "kronecker", "film")
-_OF_FORM = {"groups": "head_groups", "active": "rank_mask", "hadamard": "rank_mask", "terms": "kronecker"}
+_OF_FORM = {
+    "groups": "head_groups",
+    "gate_inputs": "head_groups",
+    "active": "rank_mask",
+    "hadamard": "rank_mask",
+    "terms": "kronecker",
+}
 MAX_NORM = 256.0  # the largest that statistics count
 # Only chunk codes: cached keys and values are never recomputed.
 CHUNK_KINDS = ("q", "k", "v")
@@ -35,6 +42,7 @@ class BemConfig:
     `rank`: of each group of "head_groups", all components of "rank_mask", the code of "film".
     `alpha`: the scale is alpha over the rank, or over the terms.
     `groups`: of heads, for "head_groups".
+    `gate_inputs`: what gates of "head_groups" read beside codes, of `GATE_INPUTS` (`HeadGroups.attenuation`).
     `active`: components kept by "rank_mask"; `hadamard` rotates them.
     `terms`: of "kronecker".
     `bound`: of scale and shift, for "film".
@@ -83,6 +91,7 @@ class BemConfig:
     dropout: float = 0.0
     sparse_eps: float | None = None
     groups: int | None = None
+    gate_inputs: tuple[str, ...] = ()
     active: int | None = None
     hadamard: bool = False
     terms: int | None = None
@@ -187,6 +196,9 @@ class BemConfig:
             value = getattr(self, name)
             if self.form != form:
                 self._check(name, not value, f"it is a setting of form={form!r}, and this is {self.form!r}")
+            elif name == "gate_inputs":
+                fine = value == () or _is_tuple_of_different(value, lambda kind: kind in GATE_INPUTS)
+                self._check(name, fine, f"give a tuple of some of {', '.join(GATE_INPUTS)}")
             elif name != "hadamard":
                 most = self.rank if name == "active" else 4096
                 self._check(name, is_int(value) and 1 <= value <= most, f"give 1 to {most}")

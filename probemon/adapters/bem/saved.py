@@ -42,7 +42,7 @@ SETTINGS, WEIGHTS = "bem.json", "bem.safetensors"
 # A Trainer's file, the prefix of tensors in it, the tensor of settings.
 CHECKPOINT, OF_OBJECTIVE, STATED = "model.safetensors", "bem.", "settings"
 _UNUSED = "controller.default_code"  # in older adapters without a chunk router
-_ADDED = ("start",)  # later; older adapters had their defaults
+_ADDED = ("start", "gate_inputs")  # later; older adapters had their defaults
 _AGAIN = "copy the folder again"
 
 

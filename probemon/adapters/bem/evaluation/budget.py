@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from probemon.adapters.bem.config import BemConfig
+from probemon.adapters.bem.forms.head_groups import N_READ
 from probemon.adapters.bem.forms.kronecker import closest_shapes
 from probemon.adapters.bem.sites import Site, find_sites
 from probemon.errors import ConfigError
@@ -180,7 +181,8 @@ def _count(hidden: int, sites: Sequence[Site], config: BemConfig) -> int:
 
 def _of_site(n_in: int, n_out: int, config: BemConfig) -> int:
     if config.form == "head_groups":
-        return config.rank * (n_in + config.code_size * n_out)
+        n_read = sum(N_READ[kind] for kind in config.gate_inputs)
+        return config.rank * (n_in + config.code_size * n_out) + config.code_size * (n_read + bool(n_read))
     if config.form == "kronecker":
         (a1, a2), (b1, b2) = closest_shapes(n_in, n_out)
         return config.code_size * (a1 * a2 + b1 * b2)

@@ -28,7 +28,7 @@ _TINY = 1e-12
 
 @torch.no_grad()
 def start_by_svd(sites: Sequence[Site], updates: nn.ModuleDict) -> None:
-    """Set V or B of each site, scaled to the mean size of a random start. What exceeds the weight's rank stays random.
+    """Set V or B of each site, scaled to the mean size of a random start. Columns beyond the weight's rank stay random.
 
     Decomposes each weight once, in fp32 on its device. Raises `UnsupportedModel` for a site without a plain weight.
     """

@@ -89,7 +89,7 @@ def flops(call: Callable[[], object]) -> int:
 
 @dataclass(frozen=True)
 class BudgetGate:
-    """One cost of an adapter beside a LoRA's. `passed` is None without a LoRA's cost."""
+    """One cost of an adapter, compared with a LoRA's. `passed` is None without a LoRA's cost."""
 
     name: str
     ours: float
@@ -115,7 +115,7 @@ def budget_gates(
     """Judge each cost by name: "parameters" must be within `tolerance` of the LoRA's, others (operations, bytes of
     memory) at most so much over them.
 
-    Raises `ConfigError` for costs that are no numbers from 0, or that the LoRA lacks.
+    Raises `ConfigError` for negative or non-numeric costs, or if the LoRA lacks one.
     """
     check_number("tolerance", tolerance, low=0, remedy="give a share, as 0.05")
     check_mapping("ours", ours)

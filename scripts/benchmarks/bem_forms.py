@@ -142,10 +142,9 @@ def verdicts(rows: Sequence[Any], measured: dict[str, Any], timed: dict[str, Tim
         if method in (REFERENCE, "base"):
             continue
         relative = {d: differences[method, d] / losses(rows, REFERENCE, d) for d in DOMAINS}
-        others = {name: (measured[method][name], measured[REFERENCE][name]) for name in ("operations", "memory")}
         ours = [name for name in looked_at if name.startswith(f"{method}: ")]
         judged = [
-            gates.budget(measured[method]["n_trainable"], measured[REFERENCE]["n_trainable"], others),
+            *gates.budget(counted(measured[method]), counted(measured[REFERENCE])),
             gates.no_regression({d: values.tolist() for d, values in relative.items()}),
             gates.gain(looked_at, {name: by_method[i] for name, by_method in shares.items()}, own=ours),
             gates.latency(timed[method].ratios(timed[REFERENCE])),
@@ -164,6 +163,11 @@ def verdicts(rows: Sequence[Any], measured: dict[str, Any], timed: dict[str, Tim
             }
         )
     return found
+
+
+def counted(costs: dict[str, Any]) -> dict[str, float]:
+    """The costs that a budget is about."""
+    return {"parameters": costs["n_trainable"], "operations": costs["operations"], "memory": costs["memory"]}
 
 
 def frontiers(

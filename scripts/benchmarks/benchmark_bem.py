@@ -131,7 +131,11 @@ def adapted(name: str, model: Any) -> Any:
     if name == "bare":
         return model
     bem = weighted(
-        attach_bem(model, BemConfig(sites=SITES, spectral_cap=1.0), impl="triton" if name in ("bem", "bem" + TELEMETRY) else "reference")
+        attach_bem(
+            model,
+            BemConfig(sites=SITES, spectral_cap=1.0),
+            impl="triton" if name in ("bem", "bem" + TELEMETRY) else "reference",
+        )
     )
     if name != "lora":
         model.bem = (bem,)  # in a tuple: as an attribute it would be a part of the model

@@ -50,7 +50,7 @@ TABLES: dict[str, tuple[Callable[[dict[str, Any]], list[str]], ...]] = {
         performance.first_use,
     ),
     "drift.json": (service.drift,),
-    "host_recipes.json": (hosts.recipes, hosts.recipes_watched, hosts.recipe_traps, hosts.recipe_refusals),
+    "host_recipes.json": (hosts.recipes, hosts.recipe_traps, hosts.recipe_refusals),
     "first_sight.json": (library.first_sight_claims,),
     "library.json": (library.library_claims, library.library_domains, library.library_safety, library.library_real),
     "ltm_recall.json": (hosts.recall_study,),

@@ -1,6 +1,6 @@
 """Gates: what an adapter has to show before it takes the place of another. All must hold; one without data holds not.
 
-gates = [integrity(checks), budget(n_trainable, n_lora), no_regression(by_metric), gain(by_slice, frontiers),
+gates = [integrity(checks), *budget(costs, of_lora), no_regression(by_metric), gain(by_slice, frontiers),
          latency(ratios)]
 promoted(gates)                      # True only where each of them passed
 """
@@ -13,14 +13,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from comparisons import adjusted, compare
+from probemon.adapters.bem.evaluation.budget import budget_gates
 from probemon.adapters.bem.evaluation.statistics import median_interval
 from probemon.errors import ConfigError
 from probemon.util.checks import check_mapping, shown
 
 PASSED, FAILED, NOT_JUDGED = "passed", "failed", "not judged"
 CUT_INVARIANCE = 1e-5
-BUDGET = 0.02  # of trainable numbers, beside those of the LoRA that it is compared with
-COSTLY = 0.05  # share by which other costs may be over the LoRA's before they are named
 REGRESSION = 0.005  # of a core metric, relative
 SIGNIFICANT = 0.05
 ROBUST = 0.9  # share of drawn seeds in which a variant is on a frontier
@@ -65,19 +64,11 @@ def integrity(errors: Mapping[str, float | None]) -> Gate:
     return Gate("integrity", PASSED, "starts as the host, keeps rows apart, reads no future, and is the same when cut")
 
 
-def budget(n_trainable: int, n_lora: int, costs: Mapping[str, tuple[float, float]] | None = None) -> Gate:
-    """It learns as many numbers as the LoRA that it is compared with, within 2 %.
-
-    `costs`: by name, what else it takes and what the LoRA takes, as operations or peak memory. One that is over the
-    LoRA's by more than 5 % is named, and fails nothing.
+def budget(costs: Mapping[str, float], of_lora: Mapping[str, float]) -> list[Gate]:
+    """A gate for each cost, as parameters, operations and memory: at most 5 % over the LoRA's, which has as many
+    parameters (`probemon.adapters.bem.evaluation.budget.budget_gates`).
     """
-    if n_lora <= 0:
-        return Gate("budget", NOT_JUDGED, "there is no LoRA to compare with")
-    off = n_trainable / n_lora - 1
-    why = f"{n_trainable:,} trainable numbers beside {n_lora:,}: {off:+.2%}"
-    over = {name: ours / theirs - 1 for name, (ours, theirs) in (costs or {}).items() if ours > (1 + COSTLY) * theirs}
-    why += "".join(f"; {name} {share:+.0%}" for name, share in over.items())
-    return Gate("budget", PASSED if abs(n_trainable - n_lora) <= BUDGET * n_lora else FAILED, why)
+    return [Gate(gate.name, gate.verdict, gate.why) for gate in budget_gates(costs, of_lora)]
 
 
 def no_regression(relative_differences: Mapping[str, Sequence[float]]) -> Gate:

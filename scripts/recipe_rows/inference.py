@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import queue
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -16,6 +17,7 @@ from transformers import DynamicCache
 
 from probemon.adapters.ltm import memory_of
 from probemon.errors import UnsupportedDecoding
+from probemon.host.model import find_layers
 from probemon.host.recurrent.scan import scan_chunked, scan_loop, scan_parallel
 from recipe_rows.hosts import (
     GREEDY,
@@ -81,6 +83,25 @@ def generated(model: Any, ids: Tensor, first: Any = None, **options: Any) -> Fou
         out, logits = greedy(model, ids, **options)
     expected = forwards(model, out, [0] * len(ids) if first is None else first, logits.shape[1])
     return Found(largest(logits, expected), watch.distance(out, first))
+
+
+@recipe("layers that nothing reads", "torch", "states below removed layers are those of the whole host", on=BOTH)
+def unread_layers(kind: str) -> Found:
+    states, lengths = [], []
+    for n_layers in (1, 2):
+        model = make(kind)
+        decoder, layers = find_layers(model)
+        if n_layers == 1:
+            decoder.layers = layers[:1]
+        kept: list[Tensor] = []
+        layers[0].register_forward_hook(
+            lambda module, args, out, kept=kept: kept.append(out[0] if isinstance(out, tuple) else out)
+        )
+        with torch.no_grad():
+            decoder(IDS, use_cache=False)
+        states.append(kept)
+        lengths.append(sum(parameter.numel() for parameter in decoder.layers.parameters()))
+    return Found(largest(*states) if lengths[0] < lengths[1] else float("inf"))
 
 
 @recipe("cache", "transformers", "logits with a cache are those of one forward of the text", on=BOTH, bound=1e-5)
@@ -243,30 +264,41 @@ def static(kind: str) -> Refused:
     return met[0]
 
 
+def gathered(waiting: queue.Queue[Any], most: int, seconds: float) -> list[Any]:
+    """Requests of the next batch: the first is waited for, others at most so long in all. None ends them."""
+    texts, until = [waiting.get()], time.monotonic() + seconds
+    while len(texts) < most and texts[-1] is not None:
+        try:
+            texts.append(waiting.get(timeout=max(0.0, until - time.monotonic())))
+        except queue.Empty:
+            break
+    return texts
+
+
 @recipe(
-    "requests in batches", "queue.Queue and transformers", "logits of requests from a queue are those of each alone",
+    "requests in batches", "queue.Queue and transformers",
+    "logits of requests from a queue, in batches that leave when full or after 50 ms, are those of each alone",
     on=("ltm", "mamba2"), bound=1e-5,
 )  # fmt: skip
 def requests(kind: str) -> Found:
     model = make(kind)
     waiting: queue.Queue[Any] = queue.Queue()
-    for row, first in zip(PADDED, PADDING, strict=True):
-        waiting.put(row[first:])
-    waiting.put(None)
+    coming = [row[first:] for row, first in zip(PADDED, PADDING, strict=True)]
+    for text in coming[:2]:
+        waiting.put(text)
+    batches = [gathered(waiting, 3, 0.05)]  # the third is late
+    for later in (*coming[2:], *coming, None):
+        waiting.put(later)
+    batches += [gathered(waiting, 3, 0.05), gathered(waiting, 3, 0.05)]
+    if [len(texts) for texts in batches] != [2, 3, 2] or batches[-1].pop() is not None:
+        return Found(float("inf"))
     worst, seen = 0.0, 0.0
-    while True:
-        texts: list[Tensor] = []
-        while len(texts) < 2 and (text := waiting.get()) is not None:
-            texts.append(text)
-        if not texts:
-            break
+    for texts in batches:
         width = max(len(text) for text in texts)
         before = [width - len(text) for text in texts]
         ids = torch.stack([functional.pad(text, (n, 0)) for text, n in zip(texts, before, strict=True)])
         found = generated(model, ids, before, attention_mask=(ids != 0).long())
         worst, seen = max(worst, found.value), max(seen, found.watched or 0.0)
-        if len(texts) < 2:
-            break
     return Found(worst, seen)
 
 

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
-from recipe_rows.hosts import IDS, Watch, cache_of, largest, make, states_in
+from recipe_rows.hosts import GREEDY, IDS, Watch, cache_of, largest, make, states_in
 from recipe_rows.rows import Found, recipe
 
 BOTH = ("ltm", "mamba2", "falcon_h1")
@@ -55,6 +58,76 @@ def checkpointing(kind: str) -> Found:
     with Watch(model, training=True) as watch:
         step(model)
     return Found(largest(gradients(model), gradients(plain)), watch.distance(IDS, last=0))
+
+
+@recipe(
+    "gradient checkpointing, feed-forwards", "torch.utils.checkpoint",
+    "gradients with the feed-forwards alone run again, bit for bit; fewer bytes kept than plain, more than by layers",
+    on=("ltm", "falcon_h1"),
+)  # fmt: skip
+def checkpointing_parts(kind: str) -> Found:
+    model, plain, by_layers = make(kind), make(kind), make(kind)
+    step(plain)
+    before = saved_bytes(plain)
+    by_layers.gradient_checkpointing_enable(CHECKPOINTED)
+    for layer in model.model.layers:
+        part = layer.mlp if kind == "ltm" else layer.feed_forward
+        part.forward = partial(checkpoint, part.forward, **CHECKPOINTED)
+    between = saved_bytes(by_layers) < saved_bytes(model) < before
+    with Watch(model, training=True) as watch:
+        step(model)
+    value = largest(gradients(model), gradients(plain)) if between else float("inf")
+    return Found(value, watch.distance(IDS, last=0))
+
+
+@recipe(
+    "gradient accumulation", "torch", "gradients of two halves of a batch, each divided, are those of the whole",
+    on=("ltm", "mamba2"), bound=1e-6,
+    trap="halves that are not divided: how much too large, as a share", trap_least=0.9,
+)  # fmt: skip
+def accumulation(kind: str) -> Found:
+    model, plain = make(kind).train(), make(kind)
+    step(plain)
+    right, found = gradients(plain), []
+    for parts in (2, 1):
+        model.zero_grad()
+        for half in IDS.split(2):
+            (model(input_ids=half, labels=half, use_cache=False).loss / parts).backward()
+        found.append(gradients(model))
+    size = max(float(gradient.abs().max()) for gradient in right)
+    return Found(largest(found[0], right) / size, None, largest(found[1], right) / size)
+
+
+@recipe(
+    "distillation", "torch", "a student's KL to its teacher after 120 steps, over that before",
+    on=("mamba2", "falcon_h1"), bound=0.5,
+    trap="the guide's 'batchmean', which divides by rows, not tokens: so many times too large", trap_least=20.0,
+)  # fmt: skip
+def distillation(kind: str) -> Found:
+    teacher, student = make(kind), make(kind, seed=1, num_hidden_layers=1).train()
+    temperature, alpha = 2.0, 0.5
+    with Watch(teacher) as watch:
+        ids = teacher.generate(IDS[:, :4], **{**GREEDY, "max_new_tokens": 20})
+    with torch.no_grad():
+        wanted = teacher(ids, use_cache=False).logits
+    soft = (wanted / temperature).log_softmax(-1)
+    optimizer = torch.optim.AdamW(student.parameters(), lr=2e-2)
+
+    def divergence(reduction: str = "none") -> Tensor:
+        found = student(ids, use_cache=False).logits
+        kl = functional.kl_div((found / temperature).log_softmax(-1), soft, reduction=reduction, log_target=True)
+        return kl if reduction != "none" else kl.sum(-1).mean()
+
+    with torch.no_grad():
+        before, by_rows = float(divergence()), float(divergence("batchmean"))
+    for _ in range(120):
+        optimizer.zero_grad()
+        hard = student(input_ids=ids, labels=ids, use_cache=False).loss
+        (alpha * temperature**2 * divergence() + (1 - alpha) * hard).backward()
+        optimizer.step()
+    with torch.no_grad():
+        after = float(divergence())
+    return Found(after / before, watch.distance(ids), by_rows / before)
 
 
 @recipe(

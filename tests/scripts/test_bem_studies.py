@@ -48,10 +48,12 @@ def test_methods_are_judged_by_gates_against_the_lora():
     judged = {verdict["method"]: verdict for verdict in demo["verdicts"]}
     assert set(judged) == {"low_rank", "film", "x-lora"}
     gates = {method: {name: verdict for name, (verdict, _) in v["gates"].items()} for method, v in judged.items()}
-    assert set(gates["low_rank"].values()) == {PASSED} and judged["low_rank"]["promoted"]
+    assert gates["low_rank"].pop("operations") == FAILED and not judged["low_rank"]["promoted"]  # twice the LoRA's
+    assert set(gates["low_rank"].values()) == {PASSED}
     assert judged["low_rank"]["saved_nats"] == pytest.approx(0.1 - 0.002) and judged["low_rank"]["p"] == 1 / 32
     assert gates["film"]["no regression"] == FAILED == gates["film"]["latency"] and not judged["film"]["promoted"]
-    assert "operations +100%" in judged["low_rank"]["gates"]["budget"][1]
+    assert judged["low_rank"]["gates"]["operations"] == [FAILED, "200 beside 100: +100.00%"]
+    assert gates["film"]["memory"] == FAILED  # 5.8 % over
     quality = -np.array([[row["held_out"]["all"] for row in demo["rows"] if row["method"] == m] for m in METHODS])
     shares, on = frontiers(METHODS, demo["costs"], timed, quality)
     assert on["operations"] == [0, 1, 2] and shares["operations"] == [1.0, 1.0, 1.0, 0.0, 0.0]

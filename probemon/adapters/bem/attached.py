@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -24,6 +24,7 @@ from transformers import Cache
 from probemon.adapters.bem.config import BemConfig
 from probemon.adapters.bem.controller import Codes, Controller
 from probemon.adapters.bem.fallback import FallbackGuard, FallbackPolicy, Fallbacks
+from probemon.adapters.bem.first_factors import start_by_svd
 from probemon.adapters.bem.form_governance import FormGovernor
 from probemon.adapters.bem.forwards import Steered
 from probemon.adapters.bem.governance import Governor
@@ -109,6 +110,8 @@ class Bem(nn.Module):
             self.updates = make_updates(
                 self.sites, config, getattr(text_config(base_model), "num_attention_heads", None)
             )
+            if config.start == "svd":
+                start_by_svd(self.sites, self.updates)
         self.levels = LearnedLevels(config, self.sites, self.updates) if config.level == "learned" else None
         self.controller.checkpointed, self.controller.fused = checkpoint_controller, self.impl == "triton"
         self._guard = self.controller.guard = None if fallback is None else FallbackGuard(fallback)
@@ -237,7 +240,9 @@ class Bem(nn.Module):
         """Attach what `save_pretrained` wrote. Raises `BemFileError`, `ModelMismatch`, and as `attach_bem`."""
         saved = read_saved(Path(folder))
         check_host(saved, unwrap(model), strict=strict)
-        bem = cls(model, saved.config, **how)
+        # A start would be overwritten.
+        bem = cls(model, replace(saved.config, start="random"), **how)
+        bem.config = saved.config
         if saved.int8:
             make_int8(bem)
         saved.load(bem)

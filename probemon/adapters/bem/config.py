@@ -19,8 +19,16 @@ from probemon.util.checks import LARGEST, check_count, check_number, check_setti
 LEVELS = ("prefix", "chunk", "token")
 POLICIES = ("position", "auto", "energy", "learned", *LEVELS)
 KINDS = ("q", "k", "v", "o", "down")
+GATE_INPUTS = ("statistics", "retrieval")
+STARTS = ("random", "svd")
 FORMS = ("low_rank", "head_groups", "rank_mask", "kronecker", "film")
-_OF_FORM = {"groups": "head_groups", "active": "rank_mask", "hadamard": "rank_mask", "terms": "kronecker"}
+_OF_FORM = {
+    "groups": "head_groups",
+    "gate_inputs": "head_groups",
+    "active": "rank_mask",
+    "hadamard": "rank_mask",
+    "terms": "kronecker",
+}
 MAX_NORM = 256.0  # the largest that statistics count
 # Only chunk codes: cached keys and values are never recomputed.
 CHUNK_KINDS = ("q", "k", "v")
@@ -34,6 +42,7 @@ class BemConfig:
     `rank`: of each group of "head_groups", all components of "rank_mask", the code of "film".
     `alpha`: the scale is alpha over the rank, or over the terms.
     `groups`: of heads, for "head_groups".
+    `gate_inputs`: what gates of "head_groups" read beside codes, of `GATE_INPUTS` (`HeadGroups.attenuation`).
     `active`: components kept by "rank_mask"; `hadamard` rotates them.
     `terms`: of "kronecker".
     `bound`: of scale and shift, for "film".
@@ -57,6 +66,8 @@ class BemConfig:
     `sparse_eps`: in forwards without gradients, updates of at most this Frobenius norm after the limits are skipped,
     for each token and site. Outputs then differ by at most `sparse_eps` times the norm of their input (for "film": of
     the output with a 1 appended). None: compute all.
+    `start`: of first factors (`probemon.adapters.bem.first_factors`): "random", or "svd" from the model's weights, for
+    "low_rank" and "kronecker".
     `seed`: of the initial parameters.
     """
 
@@ -80,10 +91,12 @@ class BemConfig:
     dropout: float = 0.0
     sparse_eps: float | None = None
     groups: int | None = None
+    gate_inputs: tuple[str, ...] = ()
     active: int | None = None
     hadamard: bool = False
     terms: int | None = None
     bound: float = 0.1
+    start: str = "random"
     seed: int = 0
 
     @property
@@ -183,11 +196,17 @@ class BemConfig:
             value = getattr(self, name)
             if self.form != form:
                 self._check(name, not value, f"it is a setting of form={form!r}, and this is {self.form!r}")
+            elif name == "gate_inputs":
+                fine = value == () or _is_tuple_of_different(value, lambda kind: kind in GATE_INPUTS)
+                self._check(name, fine, f"give a tuple of some of {', '.join(GATE_INPUTS)}")
             elif name != "hadamard":
                 most = self.rank if name == "active" else 4096
                 self._check(name, is_int(value) and 1 <= value <= most, f"give 1 to {most}")
         self._check("hadamard", isinstance(self.hadamard, bool), "give True or False")
         self._check("rank", not self.hadamard or not self.rank & (self.rank - 1), "hadamard needs a power of two")
+        self._check("start", self.start in STARTS, f"give one of {', '.join(STARTS)}")
+        fine = self.start == "random" or self.form in ("low_rank", "kronecker")
+        self._check("start", fine, f"it is for the forms low_rank and kronecker, and this is {self.form!r}")
         remedy = "give a number over 0, at most 1"
         check_number("bound", self.bound, low=0, high=1, open_low=True, remedy=remedy)
         if self.form == "head_groups" and self.sites != ("o",):

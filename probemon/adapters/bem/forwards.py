@@ -26,6 +26,7 @@ class Forward:
     `sparse`: codes of zeros mark skipped updates.
     `leaves`: the codes in layers that reentrant checkpoints run again.
     `measures`: pending measurements.
+    `values`: a layer's values of the tokens `[B * T, ..]`, for gates that read them.
     """
 
     cache: Any = None
@@ -37,6 +38,7 @@ class Forward:
     reached: set[Site] = field(default_factory=set)
     leaves: dict[str, Tensor] = field(default_factory=dict)
     measures: Measures | None = None
+    values: dict[int, Tensor] = field(default_factory=dict)
 
     def leaf(self, key: str) -> Tensor:
         """Return a site's code without history; see `take_gradient`."""

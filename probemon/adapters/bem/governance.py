@@ -248,14 +248,14 @@ def weights_norm(sites: Iterable[Site]) -> float:
     """Return the joint Frobenius norm of the model's weights at sites; NaN unless each is a plain weight."""
     squares = [
         float(_whole(site.module.weight.detach().to(torch.float32).square().sum()))
-        if _multiplies_its_weight(site.module)
+        if multiplies_its_weight(site.module)
         else math.nan
         for site in sites
     ]
     return math.sqrt(sum(squares))
 
 
-def _multiplies_its_weight(module: nn.Module) -> TypeGuard[nn.Linear]:
+def multiplies_its_weight(module: nn.Module) -> TypeGuard[nn.Linear]:
     """Whether a layer is known to multiply by its plain weight."""
     stored = dict(module.named_parameters()) | dict(module.named_buffers())
     if not isinstance(module, nn.Linear) or not set(stored) <= {"weight", "bias"}:

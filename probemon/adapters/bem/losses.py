@@ -12,6 +12,7 @@
     flips          max(0, soft flips - 0.1)^2
     operations     expected operations a token, under level="learned"
     gates          mean squared correlation between gates, of form="head_groups"
+    orthogonality  mean squared cosine between columns of V, or between Kronecker terms
 
 Either entropy alone would reward a router that always takes one dimension, or never decides.
 
@@ -34,6 +35,7 @@ from torch import Tensor, nn
 
 from probemon.adapters.bem.attached import Bem
 from probemon.adapters.bem.controller import Codes
+from probemon.adapters.bem.first_factors import overlap
 from probemon.adapters.bem.forms.form import Form
 from probemon.adapters.bem.forms.head_groups import gates
 from probemon.adapters.bem.forwards import frozen
@@ -61,6 +63,7 @@ class LossWeights:
     flips: float = 0.1
     operations: float = 0.0
     gates: float = 0.0
+    orthogonality: float = 0.0
 
     def __post_init__(self) -> None:
         for name, value in dataclasses.asdict(self).items():
@@ -124,12 +127,9 @@ def adapter_losses(bem: Bem, batch: Batch, weights: LossWeights | None = None) -
         n_tokens = max(1, round(float(real.sum()) / len(real)))
         terms["operations"] = expected_operations(bem, n_tokens)
     if weights.gates:
-        if bem.config.form != "head_groups":
-            raise ConfigError(
-                f"form is {bem.config.form!r}, which has no gates: give LossWeights(decorrelation=...), or use"
-                " BemConfig(form='head_groups')"
-            )
-        terms["gates"] = _mean(decorrelation(gates(codes), real) for codes in taken.values())
+        terms["gates"] = _gate_correlation(bem, taken, real)
+    if weights.orthogonality:
+        terms["orthogonality"] = overlap(bem.updates.values())
     total = torch.zeros((), dtype=torch.float32, device=logits.device)
     for name, term in terms.items():
         total = total + getattr(weights, name) * term.to(logits.device)
@@ -169,6 +169,15 @@ def update_norm(bem: Bem, taken: Mapping[bool, Tensor], real: Tensor) -> Tensor:
         grams = torch.stack([gram(update.U, update.V, bem.config.scale).to(codes.device) for update in updates])
         total = total + frobenius_squared(codes[real].to(grams.dtype), grams).sum(dim=-1)
     return (total + _TINY).sqrt().mean()  # the root has no gradient at 0
+
+
+def _gate_correlation(bem: Bem, taken: Mapping[bool, Tensor], real: Tensor) -> Tensor:
+    if bem.config.form != "head_groups":
+        raise ConfigError(
+            f"form is {bem.config.form!r}, which has no gates: give LossWeights(decorrelation=...), or use"
+            " BemConfig(form='head_groups')"
+        )
+    return _mean(decorrelation(gates(codes), real) for codes in taken.values())
 
 
 def _wide(x: Tensor) -> Tensor:

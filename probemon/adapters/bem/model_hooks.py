@@ -35,7 +35,7 @@ from probemon.adapters.bem.forms.make import steer
 from probemon.adapters.bem.forwards import Forward, check_no_recurrent_state, real_columns
 from probemon.adapters.bem.measures import Measures
 from probemon.adapters.bem.packing import packing_of
-from probemon.adapters.bem.sites import Site, SiteUpdate
+from probemon.adapters.bem.sites import Site, SiteUpdate, value_module
 from probemon.adapters.bem.state import ControllerState, States
 from probemon.adapters.bem.update import generated_update
 from probemon.errors import BemError, BemStateError, UnsupportedDecoding, UnsupportedModel
@@ -123,6 +123,10 @@ class ModelHooks:
             # First, so that others' hooks read the steered output.
             handle = site.module.register_forward_hook(_hook(steer), with_kwargs=True, prepend=True)
             stack.callback(handle.remove)
+            if "retrieval" in bem.config.gate_inputs:
+                values = value_module(self._layers, site.layer, site.n_in)
+                keep = partial(self._keep_values, site.layer)
+                stack.callback(values.register_forward_hook(_hook(keep)).remove)
         read_layer = self._layers[bem.config.read_layer]
         stack.callback(read_layer.register_forward_pre_hook(_hook(self._run_controller), with_kwargs=True).remove)
         stack.callback(decoder.register_forward_pre_hook(_hook(self._open_forward), with_kwargs=True).remove)
@@ -323,6 +327,11 @@ class ModelHooks:
         finally:
             thread.forward, thread.by_leaf = before
 
+    def _keep_values(self, layer: int, module: nn.Module, args: Any, output: Tensor) -> None:
+        forward = self._current_forward()
+        if not forward.off:
+            forward.values[layer] = output.flatten(0, -2)
+
     def _steer(
         self,
         site: Site,
@@ -362,7 +371,8 @@ class ModelHooks:
                 low_rank = cast(SiteUpdate, update)
                 steered = site.shard.update(x, low_rank.V, low_rank.U, code, config.scale, flat).view(base.shape)
             elif isinstance(update, Form):
-                steered = steer(update, x, code, flat).view(base.shape)
+                values = forward.values.pop(site.layer, None)
+                steered = steer(update, x, code, flat, read=site_input, values=values).view(base.shape)
             else:
                 steered = generated_update(
                     x,

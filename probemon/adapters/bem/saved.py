@@ -42,6 +42,7 @@ SETTINGS, WEIGHTS = "bem.json", "bem.safetensors"
 # A Trainer's file, the prefix of tensors in it, the tensor of settings.
 CHECKPOINT, OF_OBJECTIVE, STATED = "model.safetensors", "bem.", "settings"
 _UNUSED = "controller.default_code"  # in older adapters without a chunk router
+_ADDED = ("start", "gate_inputs")  # later; older adapters had their defaults
 _AGAIN = "copy the folder again"
 
 
@@ -266,7 +267,7 @@ def _check_format(path: object, settings: Any) -> None:
 
 
 def _read_config(path: Path, config: Mapping[str, Any]) -> BemConfig:
-    missing = [field.name for field in dataclasses.fields(BemConfig) if field.name not in config]
+    missing = [field.name for field in dataclasses.fields(BemConfig) if field.name not in (*config, *_ADDED)]
     if missing:
         raise BemFileError(
             f"{path}: config lacks {', '.join(missing)}, and a default may be another value than it was trained with: "

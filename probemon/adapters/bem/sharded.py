@@ -72,6 +72,8 @@ def check_spread(config: BemConfig, fallback: object, impl: str, n_ranks: int) -
             f"form {config.form!r} {on_ranks} is not supported, only 'low_rank': load the model whole, without tp_plan"
             " (device_map= spreads whole layers over devices)"
         )
+    if config.start != "random":
+        raise ConfigError(f"start is {config.start!r} {on_ranks}, where no rank has a whole weight: give 'random'")
     if config.dropout:
         raise ConfigError(
             f"dropout is {config.dropout} {on_ranks}, and each would draw for its own part: give dropout=0"

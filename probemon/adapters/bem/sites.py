@@ -118,6 +118,18 @@ def find_site(layers: nn.ModuleList, kind: str, layer: int, width: int, n_ranks:
     )
 
 
+def value_module(layers: nn.ModuleList, layer: int, n_in: int) -> nn.Module:
+    """Return the layer that makes values for an attention output of `n_in` inputs. Raises `UnsupportedModel`."""
+    try:
+        site = find_site(layers, "v", layer, n_in)
+    except UnsupportedModel:
+        raise UnsupportedModel(
+            f"gate_inputs has 'retrieval', which reads the values of layer {layer}, and its attention has no linear"
+            f" layer named {' or '.join(_NAMES['v'])}: leave 'retrieval' out"
+        ) from None
+    return site.module
+
+
 def make_updates(sites: Sequence[Site], config: BemConfig, n_heads: int | None = None) -> nn.ModuleDict:
     """Make parameters on the sites' devices, by `config.seed`. Raises `ConfigError` if a form does not fit."""
     generator = torch.Generator().manual_seed(config.seed)

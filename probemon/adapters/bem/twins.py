@@ -43,6 +43,11 @@ class Twin:
 
 def check_has_twin(config: BemConfig) -> None:
     """Raise `ConfigError` for a form that no static update equals."""
+    if config.gate_inputs:
+        raise ConfigError(
+            f"this adapter's gates read {' and '.join(config.gate_inputs)} at each token (gate_inputs), which no matrix"
+            " that is added to a weight does, so it has no LoRA. Keep it attached"
+        )
     if config.form == "film":
         raise ConfigError(
             "this adapter's form is 'film', which scales and moves outputs: no matrix that is added to a weight does"

@@ -131,25 +131,6 @@ def recipes(found: dict[str, Any]) -> list[str]:
     return lines
 
 
-def recipes_watched(found: dict[str, Any]) -> list[str]:
-    """What the monitor sees of a host that is run in such a way, by host."""
-    lines = [f"| | {' | '.join(RECIPE_HOSTS)} |", f"|---|{'---|' * len(RECIPE_HOSTS)}"]
-    for rows in _by_recipe(found["rows"]):
-        cells = {row["host"]: _seen_cell(row) for row in rows if row["host"] in RECIPE_HOSTS}
-        if any(cells.values()):
-            lines.append(f"| {rows[0]['name']} | {' | '.join(cells.get(host, '') for host in RECIPE_HOSTS)} |")
-    return lines
-
-
-def _seen_cell(row: dict[str, Any]) -> str:
-    """Where the host itself is further off than its bound, what is seen of it may still be exact."""
-    if row["verdict"] == "refused":
-        return "refused"
-    if row["watched"] is None or row["watched"] > row["watched_bound"]:
-        return "" if row["watched"] is None else "**off**"
-    return "exact" if row["watched_bound"] == EXACT else f"within {row['watched_bound']:g}"
-
-
 def recipe_traps(found: dict[str, Any]) -> list[str]:
     """The wrong ways, and how far off each is."""
     lines = ["| recipe | the trap | how far off |", "|---|---|---|"]
@@ -165,7 +146,7 @@ def recipe_refusals(found: dict[str, Any]) -> list[str]:
     hosts: dict[tuple[str, str], list[str]] = {}
     for row in found["rows"]:
         if row["verdict"] == "refused":
-            who = "probemon" if row["value"].startswith("NotSupportedDecoding") else "transformers"
+            who = "probemon" if row["value"].startswith("UnsupportedDecoding") else "transformers"
             hosts.setdefault((row["name"], who), []).append(row["host"])
     lines = ["| recipe | refused by | models |", "|---|---|---|"]
     return lines + [f"| {name} | {who} | {', '.join(models)} |" for (name, who), models in hosts.items()]

@@ -1,15 +1,18 @@
 """Evaluation statistics, Pareto frontiers and gates equal values computed independently."""
 
 import itertools
+import json
 import math
 import sys
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+from bem_forms import counted
 from bem_oracle import make_host, randomise
 from comparisons import adjusted, compare, pareto, pareto_shares, sign_flip
 from gates import (
@@ -31,6 +34,7 @@ from probemon.adapters.bem.evaluation.profiler import peak_memory, profile_sites
 from probemon.adapters.bem.evaluation.statistics import document_interval, median_interval, quantile_interval
 from probemon.errors import BemError, ConfigError, MissingExtra
 
+ROOT = Path(__file__).parents[3]
 SEEDS = [0.02, 0.01, 0.03, 0.0, 0.02, 0.015, 0.025, 0.005]
 
 
@@ -110,8 +114,6 @@ def test_gates_must_all_pass_and_unjudged_is_not_passed():
     assert integrity({"start": 1e-9}).verdict == FAILED  # what was run and is wrong is wrong
     with pytest.raises(ConfigError, match="no check of integrity is named 'cuts'"):
         integrity({"cuts": 0.0})
-    assert [budget(n, 1000).verdict for n in (980, 1020, 979, 1021)] == [PASSED, PASSED, FAILED, FAILED]
-    assert budget(5, 0).verdict == NOT_JUDGED
     gates = [Gate("a", PASSED, ""), Gate("b", NOT_JUDGED, "")]
     assert not promoted(gates) and promoted(gates[:1]) and not promoted([])
 
@@ -328,6 +330,36 @@ def test_pareto_frontier_ranks_latency_by_measured_rounds():
         pareto_shares(costs, quality, latencies=rounds[:1])
 
 
-def test_budget_gate_names_costs_above_the_lora_without_failing():
-    found = budget(1000, 1000, {"operations": (1.06, 1.0), "peak memory": (104, 100)})
-    assert found.verdict == PASSED and "operations +6%" in found.why and "memory" not in found.why
+KRONECKER = {"parameters": 62_004, "operations": 3_049_237, "memory": 18_575_840}
+LORA = {"parameters": 62_016, "operations": 126_334, "memory": 3_661_488}
+
+
+def test_budget_has_a_gate_for_parameters_operations_and_memory():
+    found = budget(KRONECKER, LORA)
+    assert [(gate.name, gate.verdict) for gate in found] == [
+        ("parameters", PASSED), ("operations", FAILED), ("memory", FAILED)
+    ]  # fmt: skip
+    assert found[0].why == "62,004 beside 62,016: -0.02%"
+    assert "+2313.63%" in found[1].why and "+407.33%" in found[2].why
+    within = [budget({"parameters": n}, {"parameters": 1000})[0].verdict for n in (949, 950, 1050, 1051)]
+    assert within == [FAILED, PASSED, PASSED, FAILED]
+    cheaper = [budget({"memory": n}, {"memory": 1000})[0].verdict for n in (10, 1050, 1051)]
+    assert cheaper == [PASSED, PASSED, FAILED]
+    (unjudged,) = budget({"operations": 5}, {"operations": 0})
+    assert unjudged.verdict == NOT_JUDGED and not promoted([unjudged])
+    for ours, lora, words in (
+        ({"memory": 1}, {}, "the LoRA's memory are missing"),
+        ({"memory": math.nan}, {"memory": 1}, "memory is nan"),
+        (3, {}, "ours is 3"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            budget(ours, lora)
+
+
+def test_budget_gates_of_the_study_follow_from_its_costs():
+    study = json.loads((ROOT / "docs/benchmarks/bem_forms.json").read_text(encoding="utf-8"))
+    lora = counted(study["costs"]["lora"])
+    for one in study["verdicts"]:
+        wanted = {gate.name: [gate.verdict, gate.why] for gate in budget(counted(study["costs"][one["method"]]), lora)}
+        assert one["gates"].items() >= wanted.items(), one["method"]
+        assert one["promoted"] == all(verdict == PASSED for verdict, _ in one["gates"].values())

@@ -1,14 +1,17 @@
-"""Fits an adapter to a budget of trainable numbers, and counts operations.
+"""Fits an adapter to a budget of trainable numbers, counts costs, and compares them with a LoRA's.
 
 solved = solve(model, BemConfig(form="kronecker", terms=1), budget=3_072)
 solved.config, solved.n_trainable, solved.off
 n_trainable(model, config)                           # without making it
 flops(lambda: model(ids))
+gates = budget_gates({"parameters": 62_004, "operations": 3_049_237}, {"parameters": 62_016, "operations": 126_334})
+[gate.verdict for gate in gates]                     # ["passed", "failed"]
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,12 +20,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from probemon.adapters.bem.config import BemConfig
+from probemon.adapters.bem.forms.head_groups import N_READ
 from probemon.adapters.bem.forms.kronecker import closest_shapes
 from probemon.adapters.bem.sites import Site, find_sites
 from probemon.errors import ConfigError
 from probemon.host.model import hidden_size
-from probemon.util.checks import check_count
+from probemon.util.checks import check_count, check_mapping, check_number
 
+TOLERANCE = 0.05  # of a LoRA's costs
 _MOST_SIZE, _MOST_WIDTH = 4096, 8192  # limits of `BemConfig`
 
 
@@ -82,6 +87,51 @@ def flops(call: Callable[[], object]) -> int:
     return int(products.get_total_flops()) + pointwise.n
 
 
+@dataclass(frozen=True)
+class BudgetGate:
+    """One cost of an adapter, compared with a LoRA's. `passed` is None without a LoRA's cost."""
+
+    name: str
+    ours: float
+    lora: float
+    passed: bool | None
+
+    @property
+    def verdict(self) -> str:
+        """ "passed", "failed" or "not judged"."""
+        return {True: "passed", False: "failed", None: "not judged"}[self.passed]
+
+    @property
+    def why(self) -> str:
+        """The numbers, as in "62,004 beside 62,016: -0.02%"."""
+        if self.passed is None:
+            return f"the LoRA's {self.name} are {self.lora:,.0f}: nothing to compare {self.ours:,.0f} with"
+        return f"{self.ours:,.0f} beside {self.lora:,.0f}: {self.ours / self.lora - 1:+.2%}"
+
+
+def budget_gates(
+    ours: Mapping[str, float], lora: Mapping[str, float], *, tolerance: float = TOLERANCE
+) -> tuple[BudgetGate, ...]:
+    """Judge each cost by name: "parameters" must be within `tolerance` of the LoRA's, others (operations, bytes of
+    memory) at most so much over them.
+
+    Raises `ConfigError` for negative or non-numeric costs, or if the LoRA lacks one.
+    """
+    check_number("tolerance", tolerance, low=0, remedy="give a share, as 0.05")
+    check_mapping("ours", ours)
+    if missing := sorted(ours.keys() - check_mapping("lora", lora).keys()):
+        raise ConfigError(f"the LoRA's {missing[0]} are missing: give the same costs of both")
+    gates = []
+    for name, cost in ours.items():
+        beside = lora[name]
+        for value in (cost, beside):
+            check_number(name, value, low=0, remedy="give a number from 0")
+        off = cost / beside - 1 if beside else math.nan
+        size = abs(off) if name == "parameters" else off
+        gates.append(BudgetGate(name, cost, beside, size <= tolerance + 1e-12 if beside else None))
+    return tuple(gates)
+
+
 class _Pointwise(TorchDispatchMode):
     """Counts results of pointwise operations."""
 
@@ -131,7 +181,8 @@ def _count(hidden: int, sites: Sequence[Site], config: BemConfig) -> int:
 
 def _of_site(n_in: int, n_out: int, config: BemConfig) -> int:
     if config.form == "head_groups":
-        return config.rank * (n_in + config.code_size * n_out)
+        n_read = sum(N_READ[kind] for kind in config.gate_inputs)
+        return config.rank * (n_in + config.code_size * n_out) + config.code_size * (n_read + bool(n_read))
     if config.form == "kronecker":
         (a1, a2), (b1, b2) = closest_shapes(n_in, n_out)
         return config.code_size * (a1 * a2 + b1 * b2)

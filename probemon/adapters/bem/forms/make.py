@@ -24,7 +24,16 @@ def make_form(config: BemConfig, n_in: int, n_out: int, n_heads: int | None, gen
             raise ConfigError(
                 f"groups is {config.groups}, and the model has {heads}: give a number of groups that divides it"
             )
-        return HeadGroups(n_in, n_out, groups=config.groups, rank=config.rank, scale=config.scale, generator=generator)
+        return HeadGroups(
+            n_in,
+            n_out,
+            groups=config.groups,
+            rank=config.rank,
+            scale=config.scale,
+            reads=config.gate_inputs,
+            n_heads=n_heads,
+            generator=generator,
+        )
     if config.form == "rank_mask":
         assert config.active is not None
         return RankMask(
@@ -43,16 +52,30 @@ def make_form(config: BemConfig, n_in: int, n_out: int, n_heads: int | None, gen
     return Film(n_in, n_out, n_codes=config.rank, bound=config.bound)
 
 
-def steer(form: Form, x: Tensor, applied: Tensor, base: Tensor) -> Tensor:
+def steer(
+    form: Form,
+    x: Tensor,
+    applied: Tensor,
+    base: Tensor,
+    *,
+    read: Tensor | None = None,
+    values: Tensor | None = None,
+) -> Tensor:
     """Return base `[M, out]` plus updates of x `[M, in]`, computed in fp32 or wider and rounded once.
 
     `applied [M, n + 1]`: codes, then shares.
+    `read`, `values`: for `HeadGroups.attenuation`: x before dropout, and the token's own values.
     """
     parameters = dict(form.named_parameters())
     wide = torch.promote_types(base.dtype, torch.float32)
     for tensor in (x, applied, *parameters.values()):
         wide = torch.promote_types(wide, tensor.dtype)
-    arguments = x.to(wide), applied[:, :-1].to(wide), base.to(wide), applied[:, -1:].to(wide)
+    share = applied[:, -1:].to(wide)
+    if isinstance(form, HeadGroups) and form.reads:
+        share = share * form.attenuation(
+            (x if read is None else read).to(wide), None if values is None else values.to(wide)
+        )
+    arguments = x.to(wide), applied[:, :-1].to(wide), base.to(wide), share
     if all(parameter.dtype == wide for parameter in parameters.values()):
         steered: Tensor = form(*arguments)
     else:

@@ -68,7 +68,8 @@ def test_figures_of_the_page_equal_the_result_file():
     least = min(row["newest"] for kind in ("one token later", "twelve pairs") for row in found["by_filler"][kind])
     again = [row["newest"] for row in found["by_filler"]["told twice"]]
     assert f"at least {least:.3f}" in " ".join(whole.split())
-    assert f"newest value in {100 * min(again):.0f} to {100 * max(again):.0f} %" in " ".join(whole.split("```")[0].split())
+    screen = " ".join(whole.split("```")[0].split())
+    assert f"newest value in {100 * min(again):.0f} to {100 * max(again):.0f} %" in screen
     assert found["passed"] and lines == [f"{found[name]:.1%}".replace("%", " %") for name in names]
 
 

@@ -8,6 +8,9 @@
 The task: four pairs of a key and a value, filler, then four times "? key", to which the value is the answer. Keys and
 values are of 16 each and drawn by themselves, so that without the pairs nothing beats 1 in 16. All data are random.
 The window is 8 tokens and there are 2 layers, so what lies more than 15 tokens back is beyond the reach of attention.
+
+The host learns with segments of 12 tokens. It is shipped with the same weights and segments of 2, of which all tokens
+may be written: so every pair is in the memory before its key is asked, however soon that is.
 """
 
 from __future__ import annotations
@@ -35,12 +38,15 @@ from transformers.utils import logging  # noqa: E402
 
 from probemon.adapters.ltm import LtmConfig, LtmForCausalLM  # noqa: E402
 from probemon.adapters.ltm.shipped import RECALL  # noqa: E402
+from probemon.core.intervals import clopper_pearson  # noqa: E402
 from probemon.util.files import write_text_atomically  # noqa: E402
 from provenance import about  # noqa: E402
 
 TWIN = ROOT / "scripts" / "ltm_window_only"
 N_PAIRS, ASK, KEYS, VALUES, FILLER, VOCABULARY = 4, 1, 2, 18, 34, 50
 WARM_UP, CURRICULUM, MOST_STEPS, EVERY = 80, 400, 2_000, 25
+SHIPPED = {"segment_size": 2, "compression": 1.0}  # once trained
+FILLERS = (0, 1, 2, 3, 8, 24, 96, 384)
 BARS = {"recall": 0.99, "chance": 0.12}
 
 
@@ -56,6 +62,46 @@ def sequences(n: int, gap: int, generator: torch.Generator) -> tuple[Tensor, Ten
     )
     where = (2 * N_PAIRS + gap + 1 + 3 * torch.arange(N_PAIRS)).expand(n, -1)
     return torch.cat([pairs, filler, queries.flatten(1)], dim=1), where, 2 * asked + 1
+
+
+@dataclass
+class Tellings:
+    """A batch of `tellings`.
+
+    `ids [N, T]` end with the asked key. `newest`, `first` `[N]`: where its newest and first values stand; `told [N]`:
+    how often it was told.
+    """
+
+    ids: Tensor
+    newest: Tensor
+    first: Tensor
+    told: Tensor
+
+
+def tellings(
+    n: int, filler: int, generator: torch.Generator, *, pairs: int = N_PAIRS, again: int = 0, before: int = 0
+) -> Tellings:
+    """Pairs, filler, then "? key".
+
+    Beside `pairs` of different keys there are `again` that tell one of them anew with another value, in any order.
+    `before` tokens of filler stand before the pairs.
+    """
+    total = pairs + again
+    keys = torch.rand(n, 16, generator=generator).argsort(1)[:, :pairs]
+    values = torch.rand(n, pairs, 16, generator=generator).argsort(2)  # by how often the key was told
+    which = torch.cat([torch.arange(pairs).expand(n, -1), torch.randint(pairs, (n, again), generator=generator)], dim=1)
+    which = which.gather(1, torch.rand(n, total, generator=generator).argsort(1))
+    is_key = functional.one_hot(which, pairs)
+    earlier = (is_key.cumsum(1) - 1).gather(2, which[..., None])
+    value = values.gather(1, which[..., None].expand(-1, -1, 16)).gather(2, earlier)[..., 0]
+    said = torch.stack([KEYS + keys.gather(1, which), VALUES + value], dim=2).flatten(1)
+    noise = torch.randint(FILLER, VOCABULARY, (n, before + filler), generator=generator)
+    ask = torch.randint(pairs, (n, 1), generator=generator)
+    order = torch.arange(1, total + 1)[:, None]
+    newest, first = (before + 1 + 2 * (is_key * by).argmax(1).gather(1, ask)[:, 0] for by in (order, order.flip(0)))
+    query = torch.cat([torch.full_like(ask, ASK), KEYS + keys.gather(1, ask)], dim=1)
+    ids = torch.cat([noise[:, :before], said, noise[:, before:], query], dim=1)
+    return Tellings(ids, newest, first, is_key.sum(1).gather(1, ask)[:, 0])
 
 
 def _answers(ids: Tensor, where: Tensor) -> Tensor:
@@ -162,17 +208,49 @@ def make_shipped() -> None:
             break
     if not trained.solved:
         raise SystemExit("not solved in four restarts")
-    trained.model.save_pretrained(RECALL)
+    host = new_host(**SHIPPED)
+    host.load_state_dict(trained.model.state_dict())
+    host.save_pretrained(RECALL)
     train(window_only, 0, 600).model.save_pretrained(TWIN)
 
 
 # -- what is written ------------------------------------------------------------------------------
+
+KINDS: dict[str, tuple[dict[str, int], int]] = {  # what is told, and how often the asked key
+    "four pairs": ({}, 1),
+    "one token later": ({"before": 1}, 1),
+    "twelve pairs": ({"pairs": 12}, 1),
+    "told twice": ({"again": 1}, 2),
+}
+
+
+@torch.no_grad()
+def answered(model: Any, kind: str, filler: int, n_queries: int = 512, seed: int = 30_000) -> dict[str, Any]:
+    """The shares of answers that are the key's newest value (with a 95 % interval) and its first one."""
+    options, told = KINDS[kind]
+    generator = torch.Generator().manual_seed(seed + filler)
+    drawn = tellings(n_queries if told == 1 else 8 * n_queries, filler, generator, **options)
+    rows = (drawn.told == told).nonzero()[:n_queries, 0]
+    ids = drawn.ids[rows]
+    answer = torch.cat([model(input_ids=part, use_cache=False).logits[:, -1].argmax(-1) for part in ids.split(256)])
+    right, first = (int((answer == ids.gather(1, at[rows, None])[:, 0]).sum()) for at in (drawn.newest, drawn.first))
+    low, high = clopper_pearson(right, len(rows))
+    return {
+        "filler": filler,
+        "n": len(rows),
+        "newest": right / len(rows),
+        "low": round(float(low), 4),
+        "high": round(float(high), 4),
+        "first": first / len(rows),
+    }
 
 
 def check() -> dict[str, Any]:
     """The bars of the shipped weights."""
     host, twin = LtmForCausalLM.from_pretrained(RECALL), LtmForCausalLM.from_pretrained(TWIN)
     near, far = recall(host, 24), recall(host, 384)
+    by_filler = {kind: [answered(host, kind, filler) for filler in FILLERS] for kind in KINDS}
+    least = {kind: min(row["newest"] for row in rows) for kind, rows in by_filler.items()}
     for memory in host.memories.values():
         memory.closed = True
     off = max(recall(host, gap)["recall"] for gap in (24, 384))
@@ -186,8 +264,9 @@ def check() -> dict[str, Any]:
     passed = (
         min(figures["recall_24"], figures["recall_384"], figures["provenance"]) >= BARS["recall"]
         and max(figures["memory_off"], figures["window_only"]) <= BARS["chance"]
+        and min(least[kind] for kind, (_, told) in KINDS.items() if told == 1) >= BARS["recall"]
     )
-    return {**figures, "bars": BARS, "n_queries": 1024, "passed": passed, **about()}
+    return {**figures, "by_filler": by_filler, "bars": BARS, "n_queries": 1024, "passed": passed, **about()}
 
 
 def main() -> int:

@@ -32,6 +32,22 @@ def test_shipped_model_recalls_and_reads_the_token_that_it_answers_with(host, ga
     assert outcome["recall"] >= 0.99 and outcome["provenance"] >= 0.99
 
 
+@pytest.mark.parametrize("kind", ["four pairs", "one token later", "twelve pairs"])
+def test_shipped_model_recalls_what_was_told_just_before_the_question(host, kind):
+    for filler in range(4):
+        assert ltm_recall.answered(host, kind, filler, n_queries=256, seed=3)["newest"] >= 0.98, filler
+
+
+@pytest.mark.parametrize("options", [{}, {"before": 3, "again": 4}])
+def test_newest_and_first_values_are_those_that_were_told(options):
+    drawn = ltm_recall.tellings(40, 5, torch.Generator().manual_seed(0), **options)
+    for row, (*told, ask, key) in enumerate(drawn.ids.tolist()):
+        values = [at + 1 for at, token in enumerate(told) if token == key]
+        assert (drawn.first[row], drawn.newest[row], drawn.told[row]) == (values[0], values[-1], len(values))
+        assert ask == ltm_recall.ASK and len({told[at] for at in values}) == len(values)
+        assert all(ltm_recall.VALUES <= told[at] < ltm_recall.FILLER for at in values)
+
+
 def test_model_without_its_memory_and_its_twin_only_guess():
     closed = recall_host()
     for memory in closed.memories.values():
@@ -42,9 +58,18 @@ def test_model_without_its_memory_and_its_twin_only_guess():
 
 def test_figures_of_the_page_equal_the_result_file():
     found = json.loads((ROOT / "docs/benchmarks/ltm_shipped.json").read_text())
-    page = (ROOT / "docs/memory-and-routing.md").read_text().split("| recall of 1,024 queries |")[1].split("\n\n")[0]
+    whole = (ROOT / "docs/memory-and-routing.md").read_text()
+    page = whole.split("| recall of 1,024 queries |")[1].split("\n\n")[0]
     lines = [line.split("|")[2].strip() for line in page.splitlines() if line.startswith("|") and line.endswith("% |")]
-    names = ("recall_24", "recall_384", "memory_off", "window_only", "provenance")
+    names = ("memory_off", "window_only", "provenance")
+    for kind in ("four pairs", "told twice"):
+        shares = " | ".join(f"{row['newest']:.3f}" for row in found["by_filler"][kind])
+        assert f"\n| {kind} | {shares} |\n" in whole
+    least = min(row["newest"] for kind in ("one token later", "twelve pairs") for row in found["by_filler"][kind])
+    again = [row["newest"] for row in found["by_filler"]["told twice"]]
+    assert f"at least {least:.3f}" in " ".join(whole.split())
+    screen = " ".join(whole.split("```")[0].split())
+    assert f"newest value in {100 * min(again):.0f} to {100 * max(again):.0f} %" in screen
     assert found["passed"] and lines == [f"{found[name]:.1%}".replace("%", " %") for name in names]
 
 

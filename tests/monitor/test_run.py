@@ -153,6 +153,28 @@ def test_ended_runs_are_freed_with_their_results(manager):
     assert freed() is None
 
 
+def test_ended_runs_are_freed_while_later_ones_always_overlap(manager):
+    """As those of a server under load: no moment comes at which the model has none."""
+    model, depths, ended = make_model(), [], []
+    runs = [manager.attach(model).__enter__()]
+    for _ in range(6):
+        runs.append(manager.attach(model).__enter__())
+        model.generate(PROMPT, max_new_tokens=2, do_sample=False, **NO_EOS)
+        method, depth = vars(model)["generate"], 0
+        while hasattr(method, "__wrapped__"):
+            method, depth = method.__wrapped__, depth + 1
+        depths.append(depth)
+        older = runs.pop(0)
+        older.__exit__(None, None, None)
+        ended.append(weakref.ref(older))
+        del older, method
+    gc.collect()
+    assert [one() for one in ended] == 6 * [None]
+    assert len(set(depths)) == 1  # calls pass no patch of an ended run
+    runs[0].__exit__(None, None, None)
+    assert "generate" not in vars(model)
+
+
 def test_run_dropped_while_another_thread_generates_ends_like_a_closed_one(manager, caplog):
     model, inside, dropped = make_model(), threading.Event(), threading.Event()
 

@@ -287,7 +287,7 @@ def test_controller_reads_the_configured_layer():
     model = make_host(layers=3)
     with pytest.raises(ConfigError, match=r"read_layer is 3: the model has layers 0\.\.2"):
         attach_bem(model, BemConfig(read_layer=3))
-    bem = randomise(Bem(model, BemConfig(**{**SMALL, "read_layer": 1})))
+    bem = randomise(Bem(model, BemConfig(**{**SMALL, "read_layer": 1}, spectral_cap=1.0)))
     assert {site.layer for site in bem.sites} == {1, 2}
     ids = torch.randint(3, VOCAB, (13,), generator=torch.Generator().manual_seed(1))
     expected = steered_logits(model, bem, ids.tolist())

@@ -18,7 +18,7 @@ from probemon.errors import ConfigError, UnsupportedModel
 
 BOTH = ("statistics", "retrieval")
 COMMON = {"form": "head_groups", "sites": ("o",), "rank": 3, "width": 6, "chunk_tokens": 3, "prefix_tokens": 6}
-CONFIG = BemConfig(groups=1, gate_inputs=BOTH, token_limit=8, **COMMON)
+CONFIG = BemConfig(groups=1, gate_inputs=BOTH, token_limit=8, spectral_cap=1.0, **COMMON)
 IDS = torch.randint(3, VOCAB, (2, 16), generator=torch.Generator().manual_seed(0))
 
 

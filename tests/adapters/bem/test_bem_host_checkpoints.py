@@ -18,10 +18,10 @@ IDS = torch.randint(3, VOCAB, (2, 11), generator=torch.Generator().manual_seed(0
 OTHER = torch.randint(3, VOCAB, (1, 7), generator=torch.Generator().manual_seed(1))
 LOW_RANK = {"rank": 3, "width": 6, "chunk_tokens": 3, "prefix_tokens": 6, "token_limit": 8}
 CONFIGS = {
-    "all sites": BemConfig(sites=ALL, **LOW_RANK),
-    "read later": BemConfig(sites=ALL, read_layer=1, **LOW_RANK),
+    "all sites": BemConfig(sites=ALL, spectral_cap=1.0, **LOW_RANK),
+    "read later": BemConfig(sites=ALL, read_layer=1, spectral_cap=1.0, **LOW_RANK),
     "no limit": BemConfig(spectral_cap=None, level="auto", auto_limits=(8, 9), **LOW_RANK),
-    "dropout": BemConfig(dropout=0.3, **LOW_RANK),
+    "dropout": BemConfig(dropout=0.3, spectral_cap=1.0, **LOW_RANK),
     **{name: FORMS[name] for name in ("rank_mask rotated", "film")},
 }
 

@@ -23,7 +23,7 @@ from probemon.adapters.bem.training import TrainSettings, fit
 from probemon.adapters.routing import RoutingMonitor
 from probemon.errors import ConfigError
 
-SMALL = {"rank": 3, "width": 6, "chunk_tokens": 4, "prefix_tokens": 8}
+SMALL = {"rank": 3, "width": 6, "chunk_tokens": 4, "prefix_tokens": 8, "spectral_cap": 1.0}
 ENERGY = BemConfig(**SMALL, level="energy", energy_limits=(0.5, 0.8), sites=("v", "o", "down"))
 LEARNED = BemConfig(**SMALL, level="learned", sites=("v", "o", "down"))
 PLANTED = torch.tensor([2, 0, 1, 2])  # token, prefix, chunk, token

@@ -371,7 +371,7 @@ def test_trainer_resumes_exactly_from_its_checkpoint(checkpointed, tmp_path):
 
     def trained(folder, resume=None):
         torch.manual_seed(0)
-        model = tuned(dropout=0.1)
+        model = tuned(dropout=0.1, spectral_cap=1.0)
         losses = Losses()
         settings = {"gradient_checkpointing_kwargs": {"use_reentrant": False}} if checkpointed else {}
         arguments = TrainingArguments(

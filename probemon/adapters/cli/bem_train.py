@@ -19,7 +19,7 @@ from probemon.adapters.cli.bem_inspect import size_of
 from probemon.adapters.cli.bem_measured import LORA, Asked, Measured, asked
 from probemon.adapters.cli.bem_rows import BatchRows, Data, MostTokens, check_sizes, pad_of, read
 from probemon.cli import options as opt
-from probemon.cli.common import load_aloud, use_threads
+from probemon.cli.common import load_aloud, progress_bar, use_threads
 from probemon.cli.terminal import answer, say
 from probemon.errors import ConfigError, MissingExtra, UnsupportedModel
 from probemon.util.strict_json import loads
@@ -198,7 +198,8 @@ class _Training:
             groups = parameter_groups(bem, self.settings)
             course = Course(Objective(bem, self.weights), bem.host, groups, self.identity, bem.save_pretrained, "train")
             record = self._run(course, self.out)
-            measured = Measured(measure(bem, self.batches["test"], self.documents), questions)
+            with progress_bar("held out", total=len(self.documents), unit="row") as bar:
+                measured = Measured(measure(bem, self.batches["test"], self.documents, bar.update), questions)
             measured.at_limits = {name: share_at_limits(bem, self.batches[name]) for name in ("train", "test")}
             measured.answer("adapter", self.host, self.tokenizer)
             self.sites = [site.name for site in bem.sites]

@@ -126,9 +126,9 @@ def by_document(
 @torch.no_grad()
 def share_at_limits(bem: Bem, batches: Sequence[Batch]) -> float | None:
     """Return the share of updates, one a token and site, that `spectral_cap` or `trust_region` makes smaller; None
-    without either.
+    without either, or with level="learned", whose codes before the limits are a mixture of levels by site.
     """
-    if bem.config.spectral_cap is None and bem.config.trust_region is None:
+    if (bem.config.spectral_cap is None and bem.config.trust_region is None) or bem.levels is not None:
         return None
     n_limited = n_updates = 0
     with mode(bem.host, training=False):

@@ -8,7 +8,7 @@ measured.say()
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from probemon.cli.terminal import say
@@ -148,12 +148,11 @@ def _interval(difference: Difference) -> str:
 
 
 def _numbers(difference: Difference) -> dict[str, Any]:
-    told = asdict(difference)
     return {
-        "difference": told["value"],
-        "low": told["low"],
-        "high": told["high"],
-        "documents_better": told["n_better"],
+        "difference": difference.value,
+        "low": difference.low,
+        "high": difference.high,
+        "documents_better": difference.n_better,
     }
 
 

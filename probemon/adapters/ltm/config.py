@@ -56,6 +56,7 @@ class LtmConfig(PretrainedConfig):
 
     model_type = "probemon_ltm"
     keys_to_ignore_at_inference = ("cache", "past_key_values")
+    hidden_act = "silu"
 
     def __init__(
         self,

@@ -145,7 +145,6 @@ class SlotMemory(nn.Module):
             values=put(state.values, at_tokens(values)),
             strength=put(state.strength, strongest),
             age=put(aged, torch.zeros_like(slot)),
-            usage=put(state.usage, torch.zeros_like(strongest)),
             position=put(state.position, begin[:, None] + token),
             token=put(state.token, at_tokens(ids)),
         )
@@ -301,9 +300,7 @@ def _counted(state: MemoryState, p: Tensor, new: Tensor) -> MemoryState:
     has_reads = (whole > 0).double()
     null = torch.where(new, p[..., 0], 0).double()
     totals = torch.stack([new.sum(1).double(), null.sum(1), (entropy * has_reads).sum(1), has_reads.sum(1)], dim=1)
-    return replace(
-        state, usage=state.usage + slots.sum(1).float(), mass=state.mass + slots.sum(1), reads=state.reads + totals
-    )
+    return replace(state, mass=state.mass + slots.sum(1), reads=state.reads + totals)
 
 
 @torch.no_grad()

@@ -12,7 +12,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,7 @@ from probemon.adapters.ltm.cache import KeepsMemory, memory_layer
 from probemon.adapters.ltm.state import MemoryState
 from probemon.errors import ConfigError, ModelMismatch
 from probemon.util.checks import check_path
-from probemon.util.files import replace_file, save_tensors
+from probemon.util.files import replacing, save_tensors
 
 _FORMAT = "probemon-memory-1"
 _FIELDS = tuple(MemoryState.__dataclass_fields__)
@@ -94,17 +93,10 @@ def export_memory(model: Any, past_key_values: Any, path: str | os.PathLike[str]
         )
     if not tensors:
         raise ConfigError("this cache holds no memory: give the past_key_values of a model with memory slots")
-    target.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(prefix=f".{target.name}-", dir=target.parent)
-    os.close(handle)
-    try:
-        metadata = {"format": _FORMAT, "host": model_hash(model), "columns": str(n_columns)}
-        copies = {key: value.detach().contiguous().clone() for key, value in tensors.items()}
-        save_tensors(Path(name), copies, metadata)
-        replace_file(name, target)
-    except BaseException:
-        os.unlink(name)
-        raise
+    metadata = {"format": _FORMAT, "host": model_hash(model), "columns": str(n_columns)}
+    copies = {key: value.detach().contiguous().clone() for key, value in tensors.items()}
+    with replacing(target) as temporary:
+        save_tensors(temporary, copies, metadata)
     return target
 
 

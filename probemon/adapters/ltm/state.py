@@ -24,7 +24,7 @@ SEGMENT = (
     "kept", "written", "replaced", "mass_kept", "gate_written", "gate_rejected",
     "surprise", "surprise_p95", "surprise_over_one", "age_at_eviction",
 )  # fmt: skip
-_SLOTTED = ("keys", "values", "strength", "age", "usage", "position", "token", "mass")  # fields [B, M, ...]
+_SLOTTED = ("keys", "values", "strength", "age", "position", "token", "mass")  # fields [B, M, ...]
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class MemoryState:
 
     - `keys`, `values` `[B, M, d]`: keys are unit vectors.
     - `strength [B, M]` fp32: up to 1; 0 if empty.
-    - `age [B, M]` int64, `usage [B, M]` fp32: segments and reads since the write.
+    - `age [B, M]` int64: segments since the write.
     - `position`, `token` `[B, M]` int64: of the token written, or -1.
     - `features [B, C, D]`, `ids [B, C]`: of the open segment.
     - `last [B, D]`: the hidden state before it.
@@ -48,7 +48,6 @@ class MemoryState:
     values: Tensor
     strength: Tensor
     age: Tensor
-    usage: Tensor
     position: Tensor
     token: Tensor
     features: Tensor
@@ -75,7 +74,6 @@ class MemoryState:
             values=zeros(b, m, d),
             strength=zeros(b, m, kind=single),
             age=zeros(b, m, kind=whole),
-            usage=zeros(b, m, kind=single),
             position=zeros(b, m, kind=whole) - 1,
             token=zeros(b, m, kind=whole) - 1,
             features=zeros(b, c, shape.hidden_size),

@@ -24,17 +24,6 @@ def entropy(shares: Numbers) -> Numbers:
     return entropies
 
 
-def read_metrics(p: Numbers) -> dict[str, float]:
-    """Return metrics of reads `[N, 1 + M]`, the null slot first."""
-    p = np.asarray(p, dtype=np.float64)
-    whole = p[:, 1:].sum(axis=1)
-    has_reads = whole > 0
-    entropies = entropy(p[has_reads, 1:] / whole[has_reads, None])
-    return metrics_of_sums(
-        p[:, 1:].sum(axis=0), len(p), float(p[:, 0].sum()), float(entropies.sum()), int(has_reads.sum())
-    )
-
-
 def metrics_of_sums(mass: Numbers, n: float, null: float, entropies: float, n_entropies: float) -> dict[str, float]:
     """Return metrics of n reads from sums of p per slot `[M]`, of the null slot's p, and of entropies.
 
@@ -74,13 +63,6 @@ def key_metrics(keys: Numbers) -> dict[str, float]:
         "redundancy": float(cosines.max()) if len(keys) > 1 else math.nan,
         "effective_rank": float(np.exp(entropy(squares / squares.sum()))),
     }
-
-
-def surprises(values: Numbers, known: Numbers) -> Numbers:
-    """Return relative squared distances of values `[C, d]` to known ones."""
-    values, known = np.asarray(values, dtype=np.float64), np.asarray(known, dtype=np.float64)
-    far: Numbers = ((values - known) ** 2).sum(axis=-1) / (values**2).sum(axis=-1)
-    return far
 
 
 def row_stats(state: MemoryState, row: int, memory: SlotMemory) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 
 from probemon.adapters.cli.bem_eval import Adapter
-from probemon.adapters.cli.bem_rows import BatchRows, Data, MostTokens, check_sizes, pad_of, read
+from probemon.adapters.cli.bem_rows import BatchRows, Data, MostTokens, batches_of, check_sizes, read
 from probemon.cli import options as opt
 from probemon.cli.common import load_aloud, use_threads
 from probemon.cli.terminal import answer, say
@@ -46,7 +46,6 @@ def distil(
     from probemon.adapters.bem import attach_bem
     from probemon.adapters.bem.distil import distil as nearest_lora
     from probemon.adapters.bem.distil import distil_trained
-    from probemon.adapters.bem.lessons import make_batches
     from probemon.adapters.bem.saved import read_saved
     from probemon.adapters.bem.training import TrainSettings
     from probemon.adapters.bem.twins import check_has_twin
@@ -66,10 +65,7 @@ def distil(
     rows = read(data)
     loaded_model, tokenizer = load_aloud(model, device, dtype)
     lessons, _ = rows.lessons(tokenizer, most_tokens)
-    batches = [
-        {key: tensor.to(loaded_model.device) for key, tensor in one.items()}
-        for one in make_batches(lessons, batch, pad_of(tokenizer))
-    ]
+    batches = batches_of(lessons, batch, loaded_model, tokenizer)
     with attach_bem(loaded_model, adapter) as bem:
         nearest = nearest_lora(bem, batches, rank=rank or None, ridge=None)
         lora = nearest

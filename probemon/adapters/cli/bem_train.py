@@ -17,7 +17,7 @@ import typer
 from probemon.adapters.cli.bem_course import Course, Looks, check_folder, end, is_trained
 from probemon.adapters.cli.bem_inspect import size_of
 from probemon.adapters.cli.bem_measured import LORA, Asked, Measured, asked
-from probemon.adapters.cli.bem_rows import BatchRows, Data, MostTokens, check_sizes, pad_of, read
+from probemon.adapters.cli.bem_rows import BatchRows, Data, MostTokens, batches_of, check_sizes, read
 from probemon.cli import options as opt
 from probemon.cli.common import load_aloud, progress_bar, use_threads
 from probemon.cli.terminal import answer, say
@@ -88,7 +88,7 @@ def train(
     command goes on from its last checkpoint. The LoRA is in the folder "lora" of the adapter's.
     """
     from probemon.adapters.bem import BemConfig
-    from probemon.adapters.bem.lessons import make_batches, split
+    from probemon.adapters.bem.lessons import split
     from probemon.adapters.bem.losses import LossWeights
     from probemon.adapters.bem.training import TrainSettings
 
@@ -122,11 +122,7 @@ def train(
     lessons, documents = rows.lessons(tokenizer, most_tokens)
     parts = split(documents, shares, seed=seed)
     batches = {
-        name: [
-            {key: tensor.to(loaded_model.device) for key, tensor in one.items()}
-            for one in make_batches([lessons[i] for i in part], batch, pad_of(tokenizer))
-        ]
-        for name, part in parts.items()
+        name: batches_of([lessons[i] for i in part], batch, loaded_model, tokenizer) for name, part in parts.items()
     }
     n_steps = math.ceil(epochs * len(batches["train"]))
     settings = TrainSettings(n_steps=n_steps, lr=lr, n_warmup=min(10, n_steps // 10), seed=seed)

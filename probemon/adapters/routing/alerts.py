@@ -342,16 +342,8 @@ class Alerts:
         for i in np.flatnonzero(watch.streak >= rule.in_a_row).tolist():
             watch.raised[i], watch.streak[i] = not watch.raised[i], 0
             stream = None if rule.of_all else self._streams[int(watch.which[i])]
-            alert = Alert(
-                raised=bool(watch.raised[i]),
-                kind=rule.kind,
-                metric=rule.metric,
-                stream=stream,
-                value=float(values[i]),
-                threshold=float(threshold[i]),
-                at=at,
-                drift=rule.drift,
-            )
+            value, passed = float(values[i]), float(threshold[i])
+            alert = Alert(bool(watch.raised[i]), rule.kind, rule.metric, stream, value, passed, at, rule.drift)
             if alert.raised:
                 self._now[watch.number, i] = alert
             else:

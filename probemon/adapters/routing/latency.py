@@ -103,7 +103,7 @@ class Durations:
     def __init__(self, kind: str, limits: Sequence[LatencyLimit]) -> None:
         self.kind, self.sketch = kind, LogSketch()
         self.counts, self.total = [0] * (len(BUCKETS) + 1), 0.0
-        self._limits = [_Held(limit) for limit in limits if limit.kind == kind]
+        self._limits = [_Limited(limit) for limit in limits if limit.kind == kind]
 
     def add(self, seconds: float, count: int = 1) -> list[Alert]:
         """Add a duration `count` times; return the alerts raised or cleared."""
@@ -129,11 +129,29 @@ class Durations:
 
 
 class _Held:
-    def __init__(self, limit: LatencyLimit) -> None:
-        self.limit = limit
+    """An alert that is raised, or cleared, after `in_a_row` values past a threshold."""
+
+    def __init__(self, kind: str, metric: str, in_a_row: int = 1) -> None:
+        self.kind, self.metric, self.in_a_row = kind, metric, in_a_row
         self.raised: Alert | None = None
-        self._window: list[float] = []
         self._streak = 0
+
+    def judge(self, past: bool, value: float, threshold: float, at: int) -> list[Alert]:
+        """Take a value, `past` the threshold to raise the alert or, if it is raised, to clear it."""
+        self._streak = self._streak + 1 if past else 0
+        if self._streak < self.in_a_row:
+            return []
+        self._streak = 0
+        alert = Alert(self.raised is None, self.kind, self.metric, None, value, threshold, at)
+        self.raised = alert if alert.raised else None
+        return [alert]
+
+
+class _Limited(_Held):
+    def __init__(self, limit: LatencyLimit) -> None:
+        super().__init__(limit.alert, f"{limit.kind}_p{100 * limit.quantile:g}_seconds", limit.in_a_row)
+        self.limit = limit
+        self._window: list[float] = []
 
     def add(self, seconds: float, at: int) -> list[Alert]:
         limit = self.limit
@@ -143,73 +161,30 @@ class _Held:
         value = float(np.quantile(self._window, limit.quantile, method="higher"))
         self._window = []
         assert limit.clear_seconds is not None
-        past = value > limit.seconds if self.raised is None else value < limit.clear_seconds
-        self._streak = self._streak + 1 if past else 0
-        if self._streak < limit.in_a_row:
-            return []
-        self._streak = 0
-        raised = self.raised is None
-        metric = f"{limit.kind}_p{100 * limit.quantile:g}_seconds"
-        alert = Alert(
-            raised=raised,
-            kind=limit.alert,
-            metric=metric,
-            stream=None,
-            value=value,
-            threshold=limit.seconds if raised else limit.clear_seconds,
-            at=at,
-        )
-        self.raised = alert if raised else None
-        return [alert]
+        if self.raised is None:
+            return self.judge(value > limit.seconds, value, limit.seconds, at)
+        return self.judge(value < limit.clear_seconds, value, limit.clear_seconds, at)
 
 
-class Spikes:
+class Spikes(_Held):
     """Memory in use against its running median."""
 
     def __init__(self, rule: MemorySpike) -> None:
+        super().__init__(SPIKE, "memory_bytes")
         self.rule = rule
-        self.raised: Alert | None = None
         self._looks: deque[int] = deque(maxlen=rule.window)
-
-    @property
-    def median(self) -> float:
-        """Median of the looks, else NaN."""
-        return statistics.median(self._looks) if self._looks else math.nan
 
     def add(self, used: int, at: int) -> list[Alert]:
         """Add a look; return alerts raised or cleared."""
-        rule, median = self.rule, self.median
+        rule, median = self.rule, statistics.median(self._looks) if self._looks else math.nan
         enough = len(self._looks) >= max(3, rule.window // 4)
         self._looks.append(used)
         if not enough:
             return []
         if self.raised is None:
-            if used <= rule.rise * median or used - median < rule.least_bytes:
-                return []
-            self.raised = Alert(
-                raised=True,
-                kind=SPIKE,
-                metric="memory_bytes",
-                stream=None,
-                value=float(used),
-                threshold=rule.rise * median,
-                at=at,
-            )
-            return [self.raised]
-        if used >= rule.clear * median:
-            return []
-        self.raised = None
-        return [
-            Alert(
-                raised=False,
-                kind=SPIKE,
-                metric="memory_bytes",
-                stream=None,
-                value=float(used),
-                threshold=rule.clear * median,
-                at=at,
-            )
-        ]
+            rises = used > rule.rise * median and used - median >= rule.least_bytes
+            return self.judge(rises, float(used), rule.rise * median, at)
+        return self.judge(used < rule.clear * median, float(used), rule.clear * median, at)
 
 
 class Latencies:

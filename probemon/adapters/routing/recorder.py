@@ -30,10 +30,10 @@ from probemon.adapters.routing.records import RoutingRecord
 from probemon.adapters.routing.recurrent.recorder import StateRecorder
 from probemon.adapters.routing.routers import BemController, Source, find_sources, no_router
 from probemon.adapters.routing.settings import RoutingSettings
-from probemon.adapters.routing.sketch import LogSketch
+from probemon.adapters.routing.sketch import RELATIVE_ERROR, LogSketch
 from probemon.adapters.routing.slot_memories import NewestReads
 from probemon.adapters.routing.statistics import QUANTILES, RoutingStatistics
-from probemon.adapters.routing.tally import Memory, Tally, memory_of
+from probemon.adapters.routing.tally import Tally, memory_of
 from probemon.core.hierarchy import Ints
 from probemon.core.memory_reads import MemoryReads
 from probemon.core.scores import GENERATED, PHASES, PROMPT, Scores
@@ -47,7 +47,7 @@ from probemon.monitor.followers import Batch, Follower
 from probemon.tracking.align import PlacedTokens
 from probemon.tracking.generation import States
 from probemon.tracking.recording import Recording
-from probemon.util.checks import check_callable
+from probemon.util.checks import check_callable, check_settings
 
 if TYPE_CHECKING:
     from probemon.monitor.run import MonitorRun
@@ -88,7 +88,8 @@ class Routing(Follower):
             raise ConfigError(f"settings and {', '.join(by_name)} are both given: give one or the other")
         if settings is not None and not isinstance(settings, RoutingSettings):
             raise ConfigError(f"settings of routing are {settings!r}: give a RoutingSettings, or settings by name")
-        self._settings = RoutingSettings.by_name(**by_name) if settings is None else settings
+        check_settings(RoutingSettings, by_name, "routing")
+        self._settings = RoutingSettings(**by_name) if settings is None else settings
         self._watching = False
 
     def watch(self, model: Any, guard: Callable[..., None]) -> None:
@@ -108,7 +109,7 @@ class Routing(Follower):
         self._guard = guard
         self._baseline = {} if settings.baseline is None else read_baseline(settings.baseline)
         check_baseline(self._baseline, self.sources, settings.rules, settings.window)
-        self._memory = memory_of(model.device) if settings.memory is None else self._guarded_memory(settings.memory)
+        self._memory = memory_of(model.device)
         self.latency = Latencies(
             host=unwrap(model),
             controller=next((source.controller for source in self.sources if isinstance(source, BemController)), None),
@@ -116,7 +117,6 @@ class Routing(Follower):
             spike=settings.spike,
             memory=self._memory,
             report=self._report_alerts,
-            clock=settings.clock,
         )
         self._newest_reads = NewestReads(self.sources)
         self._tallies: dict[int, Tally] = {}
@@ -285,7 +285,7 @@ class Routing(Follower):
                 "streams": streams,
                 "states": {} if self.recurrent is None else self.recurrent.report(),
                 "latency_us": {name: latency.quantile(q) if latency.n else None for name, q in QUANTILES.items()},
-                "latency_relative_error": latency.relative_error,
+                "latency_relative_error": RELATIVE_ERROR,
                 "seconds": self.latency.as_dict(),
                 "memory_watermark_bytes": watermark,
                 "alerts": [str(alert) for alert in self.alerts],
@@ -367,26 +367,6 @@ class Routing(Follower):
         if self.recurrent is not None:
             taken.append(self.recurrent.take(recording, placed, states))
         return [record for record in taken if record is not None]
-
-    def _guarded_memory(self, memory: Memory) -> Memory:
-        """Wrap `memory`: an error gives 0 of 0 bytes."""
-
-        def guarded() -> tuple[int, int]:
-            used_of_whole = (0, 0)
-
-            def ask() -> None:
-                nonlocal used_of_whole
-                used, whole = memory()
-                if not (isinstance(used, int) and isinstance(whole, int) and used >= 0 and whole > 0):
-                    raise ConfigError(
-                        f"memory gave {used!r} of {whole!r}: give two whole numbers, bytes in use and total bytes"
-                    )
-                used_of_whole = (used, whole)
-
-            self._guard("memory", ask)
-            return used_of_whole
-
-        return guarded
 
     def _decode(
         self, recording: Recording, placed: PlacedTokens, states: Mapping[str, Singles], first_entry: int, spent: float

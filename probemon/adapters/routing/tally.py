@@ -54,7 +54,7 @@ class Tally:
                 self._window.add(decisions, changes)
             else:
                 self._window.add(decisions.take(np.arange(begin, end)), changes.take(slice(begin, end)))
-            self._window.add_latency(latency_us, (end - begin) * len(self.streams))
+            self._window.latency.add(latency_us, (end - begin) * len(self.streams))
             begin = end
             alerts += self.alerts.add_partial(self._window)
             if self._window.n_tokens == self._size:

@@ -68,19 +68,9 @@ class Told:
     def take(self, which: Tensor) -> Told:
         """Return some tokens, by indices or mask; `state` stays."""
 
-        def taken(values: Tensor | None) -> Tensor | None:
-            return None if values is None else values[:, which]
-
-        return Told(
-            dt=self.dt[:, which],
-            log_decay=self.log_decay[:, which],
-            length=self.length[:, which],
-            position=self.position[which],
-            norm=taken(self.norm),
-            share=taken(self.share),
-            grown=taken(self.grown),
-            state=self.state,
-        )
+        by_layer = {name: getattr(self, name) for name in ("dt", "log_decay", "length", "norm", "share", "grown")}
+        taken = {name: values[:, which] for name, values in by_layer.items() if values is not None}
+        return replace(self, position=self.position[which], **taken)
 
 
 class StateTally:
@@ -240,15 +230,7 @@ class StateTally:
         metric, most = _ALERTS[kind]
         self._judged.add(kind)
         holds = (i, kind) in self._raised
-        alert = Alert(
-            raised=True,
-            kind=kind,
-            metric=metric,
-            stream=self._streams[i],
-            value=value,
-            threshold=most,
-            at=self.n_tokens,
-        )
+        alert = Alert(True, kind, metric, self._streams[i], value, most, self.n_tokens)
         if value > most:
             self._raised[i, kind] = alert
             if not holds:

@@ -17,6 +17,7 @@ from probemon.cli import options as opt
 from probemon.cli.common import load_aloud, use_threads
 from probemon.cli.terminal import answer, say
 from probemon.errors import ConfigError
+from probemon.util.checks import check_number
 
 
 def distil(
@@ -55,8 +56,7 @@ def distil(
         raise ConfigError(f"--steps is {steps}, --rank {rank}: give 0 or more")
     if not steps and labels:
         raise ConfigError("--labels is for a trained LoRA: give --steps too")
-    if not 0 <= labels <= 1:
-        raise ConfigError(f"--labels is {labels}: give 0 to 1")
+    check_number("--labels", labels, low=0, high=1, remedy="give 0 to 1")
     settings = TrainSettings(n_steps=max(1, steps), lr=lr, n_warmup=min(10, steps // 10))
     if os.path.lexists(out):
         raise ConfigError(f"--out is {out}, which exists: give another name, or remove it first")

@@ -14,6 +14,7 @@ import typer
 
 from probemon.cli.terminal import say
 from probemon.errors import ConfigError
+from probemon.util.checks import check_count
 
 if TYPE_CHECKING:
     from probemon.adapters.bem.lessons import Lesson
@@ -79,10 +80,8 @@ def read(files: Sequence[str]) -> Rows:
 
 def check_sizes(most_tokens: int, batch: int) -> None:
     """Raise `ConfigError` for too small a row or batch."""
-    if most_tokens < 2:
-        raise ConfigError(f"--most-tokens is {most_tokens}: give 2 or more")
-    if batch < 1:
-        raise ConfigError(f"--batch is {batch}: give 1 or more")
+    check_count("--most-tokens", most_tokens, least=2, remedy="give 2 or more")
+    check_count("--batch", batch, least=1, remedy="give 1 or more")
 
 
 def batches_of(lessons: Sequence[Lesson], n_rows: int, model: Any, tokenizer: Any) -> list[Batch]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -83,7 +84,7 @@ def routing(
         console.print(f"{model}: {counted(len(monitor.sites) - n_layers, 'router')}{layers} watched; prompt: {prompt}")
     else:
         view = LiveRouting(console, title=f"{model} routing")
-    with view:
+    with nullcontext() if isinstance(view, PlainRouting) else view:
         n_generated = _generate(loaded_model, tokenizer, prompt, max_new_tokens, monitor, view, sink)
     report = monitor.report()
     summary(console, report)

@@ -57,12 +57,6 @@ class PlainRouting:
     def __init__(self, console: Console) -> None:
         self._console = console
 
-    def __enter__(self) -> PlainRouting:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        pass
-
     def show(self, token: Token, record: RoutingRecord, report: Report) -> None:
         """Print the first routers' choices, a line for each token."""
         decisions = list(record.lines())

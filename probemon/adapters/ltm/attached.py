@@ -14,7 +14,6 @@ import threading
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
-from types import TracebackType
 from typing import Any, NoReturn
 from uuid import uuid4
 
@@ -114,9 +113,7 @@ class AttachedMemory:
     def __enter__(self) -> AttachedMemory:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.detach()
 
     def get_memory_stats(self) -> dict[str, Any]:

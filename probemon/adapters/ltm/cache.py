@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -77,13 +77,11 @@ class KeepsMemory(CacheLayerMixin):
         if self.memory is not None and device is not None:
             self.memory = self.memory.each(lambda tensor: tensor.to(device))
 
-    def crop(self, tokens_to_remove: int) -> None:
+    def crop(self, *arguments: Any) -> NoReturn:
         """Raises `UnsupportedDecoding`."""
         raise UnsupportedDecoding(_CANNOT)
 
-    def activate_past_recording(self) -> None:
-        """Raises `UnsupportedDecoding`."""
-        raise UnsupportedDecoding(_CANNOT)
+    activate_past_recording = crop
 
 
 @functools.cache

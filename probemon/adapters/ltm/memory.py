@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from probemon.adapters.ltm.config import MemoryShape
-from probemon.adapters.ltm.state import MemoryState
+from probemon.adapters.ltm.state import MemoryState, taken_at
 
 SHOWN = 4  # slots per read
 _EMPTY = -1e9  # logit with p = 0
@@ -133,20 +133,15 @@ class SlotMemory(nn.Module):
                 index, mask = slot[..., None].expand(-1, -1, old.shape[2]), accepted[..., None]
             return old.scatter(1, index, torch.where(mask, new.to(old.dtype), old.gather(1, index)))
 
-        def at_tokens(values: Tensor) -> Tensor:
-            if values.dim() == 3:
-                return values.gather(1, token[..., None].expand(-1, -1, values.shape[2]))
-            return values.gather(1, token)
-
         aged = torch.where(rows[:, None], now.age, state.age)
         written = replace(
             state,
-            keys=put(state.keys, at_tokens(keys)),
-            values=put(state.values, at_tokens(values)),
+            keys=put(state.keys, taken_at(keys, token)),
+            values=put(state.values, taken_at(values, token)),
             strength=put(state.strength, strongest),
             age=put(aged, torch.zeros_like(slot)),
             position=put(state.position, begin[:, None] + token),
-            token=put(state.token, at_tokens(ids)),
+            token=put(state.token, taken_at(ids, token)),
         )
         decided = Decided(
             gates.detach(),
@@ -212,14 +207,14 @@ class SlotMemory(nn.Module):
         state = _opened(state, features, tokens, total, c)
         state = replace(state, n=state.n + valid.sum(1))
         spot = torch.where(valid, place, 0)
-        value = _gathered(torch.cat(read, dim=1), spot)
+        value = taken_at(torch.cat(read, dim=1), spot)
         update = torch.sigmoid(self.read_gate(hidden)) * self.output(value)
         update = torch.where(valid[..., None], update * (not self.closed), 0)
-        p = torch.where(valid[..., None], _gathered(torch.cat(reads, dim=1), spot), 0)
+        p = torch.where(valid[..., None], taken_at(torch.cat(reads, dim=1), spot), 0)
         if self.training:
             return MemoryOutput(update, state, p)
         slot, position, token, weight = (
-            _gathered(torch.cat(part, dim=1), spot) for part in zip(*top_reads, strict=True)
+            taken_at(torch.cat(part, dim=1), spot) for part in zip(*top_reads, strict=True)
         )
         size = (hidden if stream is None else stream).detach().float().norm(dim=-1)
         share = update.detach().float().norm(dim=-1) / size.clamp_min(1e-30)
@@ -260,20 +255,16 @@ def _placed(opened: Tensor, values: Tensor, target: Tensor, n_places: int) -> Te
     return grid.scatter(1, target[..., None].expand(-1, -1, d), values.to(opened.dtype))[:, :n_places]
 
 
-def _gathered(grid: Tensor, spot: Tensor) -> Tensor:
-    return grid.gather(1, spot[..., None].expand(-1, -1, grid.shape[2]))
-
-
 def _opened(state: MemoryState, features: Tensor, tokens: Tensor, total: Tensor, c: int) -> MemoryState:
     full = total // c
     spots = (full * c)[:, None] + torch.arange(c, device=total.device)
     inside = spots < total[:, None]
     spots = spots.clamp_max(features.shape[1] - 1)
-    last = _gathered(features, (full * c - 1).clamp_min(0)[:, None])[:, 0]
+    last = taken_at(features, (full * c - 1).clamp_min(0)[:, None])[:, 0]
     return replace(
         state,
-        features=torch.where(inside[..., None], _gathered(features, spots), 0),
-        ids=torch.where(inside, tokens.gather(1, spots), -1),
+        features=torch.where(inside[..., None], taken_at(features, spots), 0),
+        ids=torch.where(inside, taken_at(tokens, spots), -1),
         last=torch.where((full > 0)[:, None], last, state.last),
     )
 

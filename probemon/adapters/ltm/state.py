@@ -127,14 +127,10 @@ class MemoryState:
         order = torch.argsort(self.effective(decay), dim=1, descending=True, stable=True)[:, :n_slots]
         order = order.sort(dim=1).values
 
-        def selected(tensor: Tensor) -> Tensor:
-            index = order.reshape(*order.shape, *[1] * (tensor.dim() - 2)).expand(-1, -1, *tensor.shape[2:])
-            return tensor.gather(1, index)
-
         return replace(
             self,
-            **{name: selected(getattr(self, name)) for name in _SLOTTED},
-            history_mass=self.history_mass.gather(2, order[:, None].expand(-1, HISTORY, -1)),
+            **{name: taken_at(getattr(self, name), order) for name in _SLOTTED},
+            history_mass=torch.take_along_dim(self.history_mass, order[:, None], dim=2),
         )
 
     def grown(self, n_slots: int) -> MemoryState:
@@ -150,3 +146,8 @@ class MemoryState:
             name: extended(getattr(self, name), 1, -1 if name in ("position", "token") else 0) for name in _SLOTTED
         }
         return replace(self, **slotted, history_mass=extended(self.history_mass, 2, 0))
+
+
+def taken_at(values: Tensor, index: Tensor) -> Tensor:
+    """Return `[B, k, ...]`: `values [B, N, ...]` at `index [B, k]`."""
+    return torch.take_along_dim(values, index.reshape(*index.shape, *[1] * (values.dim() - 2)), dim=1)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -95,7 +95,7 @@ def row_stats(state: MemoryState, row: int, memory: SlotMemory) -> dict[str, Any
         "gate_rejected": _mean(by_name["gate_rejected"]),
         "write_rate": _mean(by_name["written"]) / shape.segment,
         "replaced": _mean(by_name["replaced"]),
-        "age_at_eviction": _median(by_name["age_at_eviction"]),
+        "age_at_eviction": _mean(by_name["age_at_eviction"], np.median),
         "age_read": float((shares * _numbers(row_state.age)[0]).sum()) if whole > 0 else math.nan,
         "compression": _mean(by_name["kept"]) / shape.segment,
         "gate_mass_kept": _mean(by_name["mass_kept"]),
@@ -184,11 +184,6 @@ def _numbers(tensor: Any) -> Any:
     return tensor.detach().double().cpu().numpy() if tensor.is_floating_point() else tensor.cpu().numpy()
 
 
-def _mean(values: Numbers) -> float:
+def _mean(values: Numbers, mean: Callable[[Numbers], Any] = np.mean) -> float:
     present = values[~np.isnan(values)]
-    return float(present.mean()) if len(present) else math.nan
-
-
-def _median(values: Numbers) -> float:
-    present = values[~np.isnan(values)]
-    return float(np.median(present)) if len(present) else math.nan
+    return float(mean(present)) if len(present) else math.nan

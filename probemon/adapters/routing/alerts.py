@@ -18,7 +18,7 @@ from probemon.adapters.routing.decisions import BEM, MOE, SLOTS, XLORA, Numbers,
 from probemon.adapters.routing.statistics import METRICS, RoutingStatistics, over
 from probemon.core.hierarchy import Ints, Mask
 from probemon.errors import ConfigError
-from probemon.util.checks import is_int, is_number, shown
+from probemon.util.checks import check_choice, check_count, is_number, shown
 
 MEMORY = "memory_share"  # of the machine
 # Windows whose median is a baseline; odd, so that two bad ones are outvoted.
@@ -58,32 +58,24 @@ class AlertRule:
     def __post_init__(self) -> None:
         if not isinstance(self.kind, str) or not self.kind:
             raise ConfigError(f"a rule's kind is {self.kind!r}: give the name that its alerts go by")
-        if self.metric not in (*METRICS, MEMORY):
-            raise ConfigError(
-                f"rule {self.kind!r}: {self.metric!r} is not a routing metric: there are"
-                f" {', '.join((*METRICS, MEMORY))}"
-            )
+        rule = f"rule {self.kind!r}"
+        check_choice(f"{rule}: metric", self.metric, (*METRICS, MEMORY))
         if not is_number(self.raise_at) or not is_number(self.clear_at) or self.raise_at == self.clear_at:
             raise ConfigError(
-                f"rule {self.kind!r}: raise_at is {shown(self.raise_at)}, clear_at {shown(self.clear_at)}: give two"
-                " numbers that differ, else it flaps"
+                f"{rule}: raise_at is {shown(self.raise_at)}, clear_at {shown(self.clear_at)}: give two numbers that"
+                " differ, else it flaps"
             )
-        if not is_int(self.window) or not is_int(self.in_a_row) or self.window < 1 or self.in_a_row < 1:
-            raise ConfigError(
-                f"rule {self.kind!r}: window is {shown(self.window)}, in_a_row {shown(self.in_a_row)}: give 1 or more"
-            )
+        for name in ("window", "in_a_row"):
+            check_count(f"{rule}: {name}", getattr(self, name), least=1, remedy="give 1 or more")
         if self.at_once and (self.in_a_row > 1 or self.drift or self.each_expert or self.of_all):
             raise ConfigError(
-                f"rule {self.kind!r}: at_once needs no full window, so give in_a_row=1, no drift, no each_expert, and a"
+                f"{rule}: at_once needs no full window, so give in_a_row=1, no drift, no each_expert, and a"
                 " metric of each router"
             )
         for name, values, choices in (("sources", self.sources, _ALL), ("levels", self.levels, LEVELS)):
-            if not isinstance(values, (tuple, list)) or not all(value in choices for value in values):
-                raise ConfigError(
-                    f"rule {self.kind!r}: {name} is {values!r}: give a tuple of some of {', '.join(choices)}"
-                )
-        if not self.sources:
-            raise ConfigError(f"rule {self.kind!r}: it is for no sources: give some of {', '.join(_ALL)}")
+            listed = isinstance(values, (tuple, list)) and all(value in choices for value in values)
+            if not listed or (name == "sources" and not values):
+                raise ConfigError(f"{rule}: {name} is {values!r}: give a tuple of some of {', '.join(choices)}")
 
     @property
     def of_all(self) -> bool:

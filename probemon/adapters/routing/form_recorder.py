@@ -27,7 +27,6 @@ from probemon.adapters.bem.measures import names_of
 from probemon.adapters.routing.decisions import BEM, Decisions, Numbers, Singles
 from probemon.adapters.routing.recorder import Routing
 from probemon.adapters.routing.records import RoutingRecord
-from probemon.adapters.routing.routers import BemController
 from probemon.errors import ConfigError
 from probemon.tracking.align import PlacedTokens
 from probemon.util.checks import LARGEST, check_count, check_number
@@ -92,7 +91,8 @@ class FormRecorder:
             raise ConfigError(f"{type(bem).__name__} is not an adapter: give what attach_bem returned")
         if bem.config.form == "low_rank":
             raise ConfigError("this adapter's form is low_rank: watch its codes with RoutingMonitor(model, bem=bem)")
-        if not isinstance(routing, Routing) or not routing.watches(bem):
+        source = routing.source_of(bem) if isinstance(routing, Routing) else None
+        if source is None:
             raise ConfigError(
                 "routing does not watch this adapter: give RoutingMonitor(model, bem=bem), or the Routing(bem=bem) that"
                 " follows a run"
@@ -100,10 +100,7 @@ class FormRecorder:
         if limits is not None and not isinstance(limits, FormLimits):
             raise ConfigError(f"limits is {limits!r}: give FormLimits(...) of probemon.adapters.routing.form_recorder")
         self._limits = limits or FormLimits()
-        self._bem, self._most = bem, check_count("most_tokens", most_tokens, least=1)
-        [self._source] = [
-            source for source in routing.sources if isinstance(source, BemController) and source.bem is bem
-        ]
+        self._bem, self._source, self._most = bem, source, check_count("most_tokens", most_tokens, least=1)
         # Codes, pairs of neighbours, and shares of updates left by limits `[m, sites]`; keys as in `_takes`.
         self._taken: dict[str, _Newest] = {}
         self._sizes = _Newest(self._most)

@@ -219,8 +219,8 @@ class Latencies:
         with ExitStack() as stack:
             for kind, module in self._modules.items():
                 if module is not None:
-                    stack.callback(module.register_forward_pre_hook(_before(self, kind)).remove)
-                    stack.callback(module.register_forward_hook(_after(self, kind)).remove)
+                    stack.callback(module.register_forward_pre_hook(_hook(self._begin, kind)).remove)
+                    stack.callback(module.register_forward_hook(_hook(self._end, kind)).remove)
             self._stack = stack.pop_all()
 
     def detach(self) -> None:
@@ -276,29 +276,17 @@ class Latencies:
                 used, _ = self._memory()
                 with self._lock:
                     alerts = self.spikes.add(used, n)
-                self._tell(alerts)
+                self._report(alerts)
 
     def _add(self, kind: str, seconds: float, n: int) -> None:
         with self._lock:
             alerts = self.kinds[kind].add(seconds, n)
-        self._tell(alerts)
-
-    def _tell(self, alerts: list[Alert]) -> None:
-        if alerts:
-            self._report(alerts)
+        self._report(alerts)
 
 
-def _before(latencies: Latencies, kind: str) -> Callable[..., None]:
-    def begin(module: nn.Module, args: Any) -> None:
+def _hook(function: Callable[[str], None], kind: str) -> Callable[..., None]:
+    def run(module: nn.Module, *rest: Any) -> None:
         if not torch.compiler.is_dynamo_compiling():
-            latencies._begin(kind)
+            function(kind)
 
-    return begin
-
-
-def _after(latencies: Latencies, kind: str) -> Callable[..., None]:
-    def end(module: nn.Module, args: Any, output: Any) -> None:
-        if not torch.compiler.is_dynamo_compiling():
-            latencies._end(kind)
-
-    return end
+    return run

@@ -16,14 +16,14 @@ import time
 import uuid
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from probemon.adapters.routing.alerts import DEFAULT_RULES, Alert, AlertRule
 from probemon.adapters.routing.baseline import check_baseline, entries, read_baseline, write_baseline
-from probemon.adapters.routing.captures import timed, to_host
+from probemon.adapters.routing.captures import returned, timed, to_host
 from probemon.adapters.routing.decisions import BEM, XLORA, Changes, Decisions, History, Singles, Stream
 from probemon.adapters.routing.latency import Latencies
 from probemon.adapters.routing.records import RoutingRecord
@@ -112,7 +112,7 @@ class Routing(Follower):
         self._memory = memory_of(model.device)
         self.latency = Latencies(
             host=unwrap(model),
-            controller=next((source.controller for source in self.sources if isinstance(source, BemController)), None),
+            controller=None if (adapter := self.source_of(settings.bem)) is None else adapter.controller,
             limits=settings.limits,
             spike=settings.spike,
             memory=self._memory,
@@ -212,9 +212,10 @@ class Routing(Follower):
         if self._closed:
             raise ConfigError(f"the block has ended, so {what} would be given nothing: give it before")
 
-    def watches(self, bem: Any) -> bool:
-        """True if it records this adapter."""
-        return any(isinstance(source, BemController) and source.bem is bem for source in self.sources)
+    def source_of(self, bem: Any) -> BemController | None:
+        """Return the source of an adapter that it records, else None."""
+        sources = (source for source in self.sources if isinstance(source, BemController))
+        return next((source for source in sources if source.bem is bem), None)
 
     def on_alert(self, action: Callable[[Alert], object]) -> None:
         """Call `action(alert)` when an alert is raised or cleared, in the generating thread."""
@@ -394,21 +395,16 @@ class Routing(Follower):
                 self.n_tokens += len(placed)
 
     def _count_beams(self, number: int, recording: Recording, pending: list[_PendingDecisions]) -> None:
-        beams = recording.beams
-        sequences = recording.ids
-        assert beams is not None and sequences is not None
         decisions = Decisions.join([batch.decisions for batch in pending])
         batches = [batch.placed for batch in pending]
         columns, ids = (np.concatenate([getattr(placed, name) for placed in batches]) for name in ("columns", "ids"))
         phases = np.concatenate([np.full(len(placed), placed.phase) for placed in batches])
         latency_us = float(np.mean([batch.latency_us for batch in pending]))
-        counted, history = np.zeros(len(columns), dtype=bool), History(len(sequences), decisions.n_streams)
-        paths = beams.paths(sequences, recording.call.n_rows, batches, [batch.entries for batch in pending])
-        for row, (path, _) in enumerate(paths):
+        for row, path, _, is_new in returned(recording, batches, [batch.entries for batch in pending]):
             row_decisions = decisions.take(path)
-            changes = history.compare(np.full(len(path), row), row_decisions)
+            changes = History(1, decisions.n_streams).compare(np.zeros(len(path), np.int64), row_decisions)
             for phase in (PROMPT, GENERATED):
-                new = np.flatnonzero(~counted[path] & (phases[path] == phase))
+                new = np.flatnonzero(is_new & (phases[path] == phase))
                 if len(new):
                     indices = path[new]
                     placed = PlacedTokens(
@@ -416,7 +412,6 @@ class Routing(Follower):
                     )
                     self._count(number, recording, placed, row_decisions.take(new), changes.take(new), latency_us)
                     self.n_tokens += len(new) if number == 0 else 0
-            counted[path] = True
 
     def _count(
         self,
@@ -466,7 +461,8 @@ class Routing(Follower):
             for listener in self._listeners:
                 self._guard("a listener", listener, placed, decisions, record)
             for delivery in self._deliveries:
-                delivery.put(record.with_dropped(delivery.stats().n_dropped))  # type: ignore[arg-type]
+                counted = replace(record, dropped=record.dropped + delivery.stats().n_dropped)
+                delivery.put(counted)  # type: ignore[arg-type]
         self._report_alerts(alerts)
 
     def _report_alerts(self, alerts: list[Alert]) -> None:

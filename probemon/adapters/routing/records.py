@@ -10,7 +10,7 @@ import json
 import math
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from typing import Any, BinaryIO
 
 import numpy as np
@@ -21,6 +21,9 @@ from probemon.core.hierarchy import Ints, Mask
 from probemon.monitor.sinks import FileSink
 from probemon.util.checks import check_count
 from probemon.util.extras import import_arrow
+
+_TOP = ("top_idx", "top_w", "top_position", "top_token")  # of `Decisions`, by stream
+_BY_TOKEN = ("delta_rel_norm", "sigma1", "confidence", "fallback")
 
 
 @dataclass(frozen=True)
@@ -88,10 +91,6 @@ class RoutingRecord:
         plain: list[Any] = value.tolist()
         return plain
 
-    def with_dropped(self, more: int) -> RoutingRecord:
-        """Return the record with `more` added to `dropped`."""
-        return replace(self, dropped=self.dropped + more) if more else self
-
     @classmethod
     def of(
         cls,
@@ -125,24 +124,16 @@ class RoutingRecord:
         return cls(
             row=rows[token],
             step=steps[token],
-            layer=np.array([s.layer for s in streams])[stream],
-            site=np.array([s.site for s in streams])[stream],
-            level=np.array([s.level for s in streams])[stream],
             pos_start=positions[token],
             n_tokens=end_of - (stream * len(rows) + token),
             boundary=decided,
-            top_idx=decisions.top_idx[stream, token],
-            top_w=decisions.top_w[stream, token],
-            top_position=None if decisions.top_position is None else decisions.top_position[stream, token],
-            top_token=None if decisions.top_token is None else decisions.top_token[stream, token],
             h_decision=h,
             code_norm=norm,
-            delta_rel_norm=decisions.delta_rel_norm[token],
-            sigma1=decisions.sigma1[token],
-            confidence=decisions.confidence[token],
             flip=changes.flips[stream, token] == 1,
             reused=~decided,
-            fallback=decisions.fallback[token],
+            **{name: np.array([getattr(one, name) for one in streams])[stream] for name in ("layer", "site", "level")},
+            **{name: None if (values := getattr(decisions, name)) is None else values[stream, token] for name in _TOP},
+            **{name: getattr(decisions, name)[token] for name in _BY_TOKEN},
             **scalars,
         )
 
@@ -200,11 +191,8 @@ class RoutingParquet(FileSink):
     def _write(self) -> None:
         import pyarrow as pa
 
-        arrays = []
-        for name, kind in zip(COLUMNS, self._schema.types, strict=True):
-            values = [value for record in self._held for value in record.column(name)]
-            arrays.append(pa.array(values, kind))
-        self._writer.write_table(pa.Table.from_arrays(arrays, schema=self._schema), row_group_size=self._rows_per_group)
+        columns = {name: [value for record in self._held for value in record.column(name)] for name in COLUMNS}
+        self._writer.write_table(pa.Table.from_pydict(columns, self._schema), row_group_size=self._rows_per_group)
         self._held, self._n_held = [], 0
 
     def _finish(self) -> None:

@@ -191,7 +191,7 @@ class BemController:
         self.sites = [Site("bem", getattr(bem, "steered", bem), self._read)]
         self._form = bem if isinstance(bem, Bem) and bem.config.form != "low_rank" else None
         if self._form is not None:
-            self.sites.append(Site("bem.sizes", self._form.measured, _as_it_is, attach=self._attach))
+            self.sites.append(Site("bem.sizes", self._form.measured, Tensor.detach, attach=self._attach))
         self._asked = False
         self._open: ExitStack | None = None  # while the sites are read
         kinds = getattr(getattr(bem, "config", None), "sites", CHUNK_KINDS)
@@ -284,10 +284,6 @@ class BemController:
 # Routers that decide about the same tokens. `n_experts`: 0 if only a decision shows it; `codes`: no distributions;
 # `streams`: one per router, known once it has decided.
 Source = ExpertRouters | XLoraClassifier | BemController | SlotMemories
-
-
-def _as_it_is(sizes: Tensor) -> Tensor:
-    return sizes
 
 
 def _softmax(logits: Numbers) -> Numbers:

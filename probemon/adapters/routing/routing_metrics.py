@@ -63,11 +63,10 @@ _OF_ALL: Mapping[str, Callable[[float, float], float]] = {
 
 @dataclass(frozen=True)
 class _Snapshot:
-    """Recorder values by family and labels; `histograms` by kind."""
+    """Recorder values by family and labels; of a histogram, by number of the bucket, and "sum"."""
 
     counts: Counter[_Sample]
     gauges: Mapping[_Sample, float]
-    histograms: Mapping[str, tuple[list[int], float]]
 
     @classmethod
     def of(cls, recorder: Routing) -> _Snapshot:
@@ -95,17 +94,17 @@ class _Snapshot:
             if value is not None:
                 gauges["probemon_routing_capture_seconds", (name.removeprefix("p"),)] = value / 1e6
         gauges["probemon_routing_memory_watermark_bytes", ()] = report["memory_watermark_bytes"]
-        return cls(counts, gauges, recorder.latency.histograms())
+        for kind, (numbers, total) in recorder.latency.histograms().items():
+            name = f"probemon_{kind}_seconds"
+            counts.update({(name, (f"{i:02}",)): number for i, number in enumerate(numbers)})
+            counts[name, ("sum",)] = total  # type: ignore[assignment]
+        return cls(counts, gauges)
 
     def after(self, before: _Snapshot) -> _Snapshot:
         """Add an earlier snapshot's counts."""
-        histograms = dict(before.histograms)
-        for kind, (buckets, total) in self.histograms.items():
-            earlier = histograms.get(kind, ([0] * len(buckets), 0.0))
-            histograms[kind] = ([a + b for a, b in zip(buckets, earlier[0], strict=True)], total + earlier[1])
         counts = Counter(before.counts)
         counts.update(self.counts)
-        return _Snapshot(counts, self.gauges, histograms)
+        return _Snapshot(counts, self.gauges)
 
     def beside(self, other: _Snapshot) -> _Snapshot:
         """Combine with another open recorder's snapshot."""
@@ -119,17 +118,17 @@ class _Snapshot:
         from prometheus_client.core import HistogramMetricFamily
         from prometheus_client.utils import floatToGoString
 
+        ends = [*map(floatToGoString, BUCKETS), "+Inf"]
         samples: dict[str, list[tuple[tuple[str, ...], float]]] = {}
         for (name, labels), value in sorted({**self.counts, **self.gauges}.items()):
             samples.setdefault(name, []).append((labels, value))
         for name, family in FAMILIES.items():
-            if name in samples:
+            if name in samples and family.kind == "histogram":
+                *numbers, total = (value for _, value in samples[name])
+                buckets = list(zip(ends, itertools.accumulate(numbers), strict=True))
+                yield HistogramMetricFamily(name, family.help, buckets=buckets, sum_value=total)
+            elif name in samples:
                 metric = family.scraped()
                 for labels, value in samples[name]:
                     metric.add_metric(labels, value)
                 yield metric
-        for kind, (counts, total) in self.histograms.items():
-            family = FAMILIES[f"probemon_{kind}_seconds"]
-            ends = [*map(floatToGoString, BUCKETS), "+Inf"]
-            buckets = list(zip(ends, itertools.accumulate(counts), strict=True))
-            yield HistogramMetricFamily(family.name, family.help, buckets=buckets, sum_value=total)

@@ -39,19 +39,10 @@ class RoutingSettings:
             self, "window", check_count("window", self.window, least=1, remedy="it counts tokens, so give 1 or more")
         )
         check_bool("states", self.states)
-        if not isinstance(self.rules, (tuple, list)):
-            raise ConfigError(f"rules is {self.rules!r}: give a tuple of rules")
-        if not isinstance(self.limits, (tuple, list)) or not all(isinstance(x, LatencyLimit) for x in self.limits):
-            raise ConfigError(
-                f"limits is {self.limits!r}: give a tuple of LatencyLimit(...) of probemon.adapters.routing.latency"
-            )
+        for name, values, kind in (("rules", self.rules, AlertRule), ("limits", self.limits, LatencyLimit)):
+            if not isinstance(values, (tuple, list)) or not all(isinstance(one, kind) for one in values):
+                raise ConfigError(f"{name} is {values!r}: give a tuple of {kind.__name__}(...) of {kind.__module__}")
         if self.spike is not None and not isinstance(self.spike, MemorySpike):
             raise ConfigError(
                 f"spike is {self.spike!r}: give MemorySpike(...) of probemon.adapters.routing.latency, or None"
             )
-        for rule in self.rules:
-            if not isinstance(rule, AlertRule):
-                raise ConfigError(
-                    f"{rule!r} is not a rule: give AlertRule(...) of probemon.adapters.routing.alerts, or leave"
-                    " rules out"
-                )

@@ -6,6 +6,7 @@ Buckets grow by a constant factor (Masson, Rim and Lee, "DDSketch", VLDB 2019).
 from __future__ import annotations
 
 import math
+from collections import Counter
 from typing import Any
 
 import numpy as np
@@ -17,14 +18,14 @@ LEAST = 1e-9  # smaller numbers count as 0
 RELATIVE_ERROR = 0.01
 _GAMMA = (1 + RELATIVE_ERROR) / (1 - RELATIVE_ERROR)
 _LOG_GAMMA = math.log(_GAMMA)
+_ZERO = -(1 << 62)  # bucket of 0, below all others
 
 
 class LogSketch:
     """A sketch whose `quantile(q)` is within `RELATIVE_ERROR` of x[floor(q (n - 1))], x the sorted numbers."""
 
     def __init__(self) -> None:
-        self._counts: dict[int, int] = {}
-        self._n_zero = 0
+        self._counts = Counter[int]()
         self.n = 0
         self.least, self.most = math.inf, -math.inf
 
@@ -34,25 +35,18 @@ class LogSketch:
             raise ConfigError(f"value is {value!r}: a sketch takes finite numbers that are not negative")
         self.n += count
         self.least, self.most = min(self.least, value), max(self.most, value)
-        if value < LEAST:
-            self._n_zero += count
-            return
-        bucket = math.ceil(math.log(value) / _LOG_GAMMA)
-        self._counts[bucket] = self._counts.get(bucket, 0) + count
+        self._counts[math.ceil(math.log(value) / _LOG_GAMMA) if value >= LEAST else _ZERO] += count
 
     def add_all(self, values: npt.NDArray[np.floating[Any]]) -> None:
         """Add numbers `[n]`. Raises `ConfigError` if one is negative or not finite."""
         if not ((values >= 0) & (values < math.inf)).all():
             raise ConfigError("a sketch takes finite numbers that are not negative")
-        if not len(values):
-            return
         self.n += len(values)
         self.least, self.most = min(self.least, float(values.min())), max(self.most, float(values.max()))
         large = values[values >= LEAST].astype(np.float64)
-        self._n_zero += len(values) - len(large)
         buckets, counts = np.unique(np.ceil(np.log(large) / _LOG_GAMMA).astype(np.int64), return_counts=True)
-        for bucket, count in zip(buckets.tolist(), counts.tolist(), strict=True):
-            self._counts[bucket] = self._counts.get(bucket, 0) + count
+        self._counts.update(dict(zip(buckets.tolist(), counts.tolist(), strict=True)))
+        self._counts[_ZERO] += len(values) - len(large)
 
     def share_over(self, value: float) -> float:
         """Approximate share of numbers over `value`, to one bucket's width; NaN if empty."""
@@ -63,22 +57,20 @@ class LogSketch:
 
     def merge(self, other: LogSketch) -> None:
         """Add another sketch."""
-        for bucket, count in other._counts.items():
-            self._counts[bucket] = self._counts.get(bucket, 0) + count
+        self._counts.update(other._counts)
         self.n += other.n
-        self._n_zero += other._n_zero
         self.least, self.most = min(self.least, other.least), max(self.most, other.most)
 
     def quantile(self, q: float) -> float:
         """Approximate number of rank floor(q (n - 1)); NaN if empty."""
         if not self.n:
             return math.nan
-        rank, before = math.floor(q * (self.n - 1)), self._n_zero
-        if rank < before:
-            return 0.0
+        rank, before = math.floor(q * (self.n - 1)), 0
         for bucket in sorted(self._counts):
             before += self._counts[bucket]
             if rank < before:
+                if bucket == _ZERO:
+                    return 0.0
                 # From the bucket's lower end, which does not overflow.
                 middle = math.exp((bucket - 1) * _LOG_GAMMA) * (2 * _GAMMA / (_GAMMA + 1))
                 return min(max(middle, self.least), self.most)

@@ -418,7 +418,7 @@ def test_splitting_a_stream_changes_no_alert():
 def test_invalid_rules_are_refused():
     with pytest.raises(ConfigError, match="two numbers that differ"):
         AlertRule("x", "spread", 0.2, 0.2)
-    with pytest.raises(ConfigError, match="not a routing metric"):
+    with pytest.raises(ConfigError, match="metric is 'sprawl': expected one of decision_entropy"):
         AlertRule("x", "sprawl", 0.2, 0.3)
     with pytest.raises(ConfigError, match="1 or more"):
         AlertRule("x", "spread", 0.2, 0.3, in_a_row=0)

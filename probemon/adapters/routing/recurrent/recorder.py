@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from probemon.adapters.routing.alerts import Alert
+from probemon.adapters.routing.captures import returned
 from probemon.adapters.routing.recurrent.tally import GROWS, KINDS, WINDOW, StateTally, Told
-from probemon.core.hierarchy import Ints
+from probemon.core.hierarchy import Ints, Mask
 from probemon.errors import ConfigError
 from probemon.host.model import unwrap
 from probemon.host.recurrent.mixers import Mamba2, Stack, Steps, find_stacks
@@ -70,7 +71,7 @@ class StateRecorder:
         on_alert: Callable[[list[Alert]], object] = lambda alerts: None,
     ) -> None:
         self.stacks: list[Stack] = find_stacks(unwrap(model), states=states)
-        self.n_unseen = self.n_unknown = 0
+        self.n_unknown = 0
         self._states, self._guard = states, guard
         self._tallies = [StateTally(stack.names, stack.limit, on_alert) for stack in self.stacks]
         self._kept: weakref.WeakKeyDictionary[Recording, _Kept] = weakref.WeakKeyDictionary()
@@ -121,7 +122,6 @@ class StateRecorder:
         with self._lock:
             first_entry, recording_state = recording.n_entries, self._kept.setdefault(recording, _Kept())
             if isinstance(states, str):
-                self.n_unseen += len(placed)
                 recording_state.unknown.update(placed.rows.tolist())
                 return None
         arrays = [
@@ -157,8 +157,7 @@ class StateRecorder:
             return
         with self._lock:
             recording_state = self._kept.pop(recording, None)
-            beams, sequences = recording.beams, recording.ids
-            if recording_state is None or beams is None or sequences is None or not recording_state.pending:
+            if recording_state is None or recording.ids is None or not recording_state.pending:
                 return
             batches = [placed for placed, *_ in recording_state.pending]
             columns, ids, offsets = (
@@ -167,15 +166,11 @@ class StateRecorder:
             whole = [
                 torch.cat([arrays[i] for *_, arrays in recording_state.pending], dim=1) for i in range(len(self.stacks))
             ]
-            counted = np.zeros(len(columns), dtype=bool)
-            paths = beams.paths(
-                sequences, recording.call.n_rows, batches, [entries for _, entries, _ in recording_state.pending]
-            )
-            for row, (path, complete) in enumerate(paths):
+            entries = [entries for _, entries, _ in recording_state.pending]
+            for row, path, complete, new in returned(recording, batches, entries):
                 unknown = recording.call.first_column > 0 or bool(recording_state.unknown) or not complete
                 placed = PlacedTokens(np.full(len(path), row), columns[path], offsets[path], ids[path], 0)
-                self._count(row, placed, [part[:, path] for part in whole], _Row(), unknown, new=~counted[path])
-                counted[path] = True
+                self._count(row, placed, [part[:, path] for part in whole], _Row(), unknown, new=new)
 
     def _count(
         self,
@@ -184,7 +179,7 @@ class StateRecorder:
         arrays: list[Tensor],
         state: _Row,
         unknown: bool,
-        new: np.ndarray[Any, np.dtype[np.bool_]] | None = None,
+        new: Mask | None = None,
     ) -> None:
         """Count tokens of one row, in order; with `new`, only those."""
         indices = torch.arange(len(placed)) if new is None else torch.from_numpy(np.flatnonzero(new))

@@ -48,11 +48,12 @@ def returned(
         seen[path] = True
 
 
-def to_host(states: Mapping[str, Tensor]) -> dict[str, Singles] | Callable[[], dict[str, Singles]]:
-    """Return states as arrays; for a GPU, a function that waits for them."""
+def to_host(states: Mapping[str, Tensor]) -> Callable[[], dict[str, Singles]]:
+    """Begin to copy states; return a function that waits for the arrays."""
     device = next((x.device for x in states.values() if x.is_cuda), None)
     if device is None:
-        return {site: x.detach().float().cpu().numpy() for site, x in states.items()}
+        arrays = {site: x.detach().float().cpu().numpy() for site, x in states.items()}
+        return lambda: arrays
     joined = torch.cat([x.detach().float().to(device) for x in states.values()], dim=1)
     pinned = torch.empty(joined.shape, dtype=torch.float32, device="cpu", pin_memory=True)
     copy = pinned.copy_(joined, non_blocking=True)

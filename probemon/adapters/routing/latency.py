@@ -103,7 +103,7 @@ class Durations:
     def __init__(self, kind: str, limits: Sequence[LatencyLimit]) -> None:
         self.kind, self.sketch = kind, LogSketch()
         self.counts, self.total = [0] * (len(BUCKETS) + 1), 0.0
-        self._limits = [_Limited(limit) for limit in limits if limit.kind == kind]
+        self.limits = [_Limited(limit) for limit in limits if limit.kind == kind]
 
     def add(self, seconds: float, count: int = 1) -> list[Alert]:
         """Add a duration `count` times; return the alerts raised or cleared."""
@@ -112,15 +112,10 @@ class Durations:
         self.counts[bisect.bisect_left(BUCKETS, seconds)] += count
         self.total += seconds * count
         alerts: list[Alert] = []
-        for held in self._limits:
+        for held in self.limits:
             for _ in range(count):
                 alerts += held.add(seconds, self.sketch.n)
         return alerts
-
-    @property
-    def raised(self) -> list[Alert]:
-        """Alerts in force."""
-        return [held.raised for held in self._limits if held.raised is not None]
 
     def report(self) -> dict[str, Any]:
         """Return count and quantiles (None without any)."""
@@ -202,11 +197,12 @@ class Latencies:
     ) -> None:
         self._modules = {"forward": host, "controller": controller}
         self.kinds = {kind: Durations(kind, limits) for kind in KINDS if kind != "controller" or controller is not None}
-        self.limits = tuple(limits)
         for limit in limits:
             if limit.kind not in self.kinds:
                 raise ConfigError("a latency limit is for the controller, and no BEM adapter is watched: give bem=")
         self.spikes = None if spike is None else Spikes(spike)
+        self._held: list[_Held] = [held for durations in self.kinds.values() for held in durations.limits]
+        self._held += [] if self.spikes is None else [self.spikes]
         self._memory, self._report, self._clock = memory, report, clock
         self._begun, self._lock, self._stack = threading.local(), threading.Lock(), ExitStack()
         self._n_forwards, self._threads = 0, WatchedThreads(one_thread=False)
@@ -238,14 +234,12 @@ class Latencies:
     def raised(self) -> list[Alert]:
         """Alerts in force."""
         with self._lock:
-            spike = self.spikes.raised if self.spikes is not None else None
-            slow = [alert for durations in self.kinds.values() for alert in durations.raised]
-            return [*slow, *([] if spike is None else [spike])]
+            return [held.raised for held in self._held if held.raised is not None]
 
     @property
     def alert_kinds(self) -> set[str]:
         """Possible alert kinds."""
-        return {limit.alert for limit in self.limits} | ({SPIKE} if self.spikes is not None else set())
+        return {held.kind for held in self._held}
 
     def as_dict(self) -> dict[str, Any]:
         """Return each kind's count and quantiles."""

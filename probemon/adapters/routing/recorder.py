@@ -24,7 +24,7 @@ import numpy as np
 from probemon.adapters.routing.alerts import DEFAULT_RULES, Alert, AlertRule
 from probemon.adapters.routing.baseline import check_baseline, entries, read_baseline, write_baseline
 from probemon.adapters.routing.captures import returned, timed, to_host
-from probemon.adapters.routing.decisions import BEM, XLORA, Changes, Decisions, History, Singles, Stream
+from probemon.adapters.routing.decisions import Changes, Decisions, History, Singles, Stream
 from probemon.adapters.routing.latency import Latencies
 from probemon.adapters.routing.records import RoutingRecord
 from probemon.adapters.routing.recurrent.recorder import StateRecorder
@@ -32,11 +32,11 @@ from probemon.adapters.routing.routers import BemController, Source, find_source
 from probemon.adapters.routing.settings import RoutingSettings
 from probemon.adapters.routing.sketch import RELATIVE_ERROR, LogSketch
 from probemon.adapters.routing.slot_memories import NewestReads
-from probemon.adapters.routing.statistics import QUANTILES, RoutingStatistics
+from probemon.adapters.routing.statistics import QUANTILES
 from probemon.adapters.routing.tally import Tally, memory_of
 from probemon.core.hierarchy import Ints
 from probemon.core.memory_reads import MemoryReads
-from probemon.core.scores import GENERATED, PHASES, PROMPT, Scores
+from probemon.core.scores import GENERATED, PROMPT, Scores
 from probemon.errors import ConfigError
 from probemon.host.model import unwrap
 from probemon.host.recurrent.mixers import find_mixers
@@ -254,11 +254,6 @@ class Routing(Follower):
             **{key: value for tally in self._tallies.values() for key, value in tally.alerts.baseline().items()},
         }
 
-    def statistics(self) -> list[tuple[Source, RoutingStatistics]]:
-        """Return each source that decided, with its statistics."""
-        with self._lock:
-            return [(self.sources[number], tally.total()) for number, tally in self._tallies.items()]
-
     def report(self) -> dict[str, Any]:
         """Return everything so far, for JSON.
 
@@ -274,9 +269,10 @@ class Routing(Follower):
         """
         with self._lock:
             streams, latency = [], LogSketch()
-            for source, statistics in self.statistics():
+            for number, tally in self._tallies.items():
+                statistics = tally.total()
                 latency.merge(statistics.latency)
-                for stream, metrics in zip(source.streams, statistics.as_dicts(), strict=True):
+                for stream, metrics in zip(self.sources[number].streams, statistics.as_dicts(), strict=True):
                     streams.append({**asdict(stream), **metrics})
             watermark = max([self._memory()[0], *(tally.memory_watermark_bytes for tally in self._tallies.values())])
             return {
@@ -360,7 +356,7 @@ class Routing(Follower):
         arrays = to_host({site.name: states[site.name] for source in self.sources for site in source.sites})
         spent = time.perf_counter() - begin + getattr(self._reading, "seconds", 0.0)
         self._reading.seconds = 0.0
-        return lambda: self._decode(recording, placed, arrays() if callable(arrays) else arrays, first_entry, spent)
+        return lambda: self._decode(recording, placed, arrays(), first_entry, spent)
 
     def taking(self, recording: Recording, placed: PlacedTokens, states: States | str) -> list[Callable[[], None]]:
         """Take tokens; return the functions that record them."""
@@ -437,24 +433,13 @@ class Routing(Follower):
             )
         alerts = tally.add(decisions, changes, latency_us)
         if self._listeners or self._deliveries:
-            prompt = recording.call.prompt_columns
-            steps = (
-                np.zeros(len(placed), np.int64)
-                if placed.phase == PROMPT or prompt is None
-                else placed.columns - prompt + 1
-            )
             record = RoutingRecord.of(
                 decisions,
                 changes,
                 source.streams,
-                rows=placed.rows,
-                positions=placed.columns - recording.offset,
-                steps=steps,
-                has_norm=source.kind in (BEM, XLORA),
+                placed,
+                recording,
                 run_id=self.run_id,
-                request_id=recording.request or str(recording.number),
-                source=source.kind,
-                phase=PHASES[placed.phase],
                 t_capture_us=latency_us,
                 dropped=self.n_unseen * decisions.n_streams,
             )

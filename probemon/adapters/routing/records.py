@@ -16,9 +16,12 @@ from typing import Any, BinaryIO
 import numpy as np
 import numpy.typing as npt
 
-from probemon.adapters.routing.decisions import Changes, Decisions, Singles, Stream, entropy, norms
+from probemon.adapters.routing.decisions import BEM, XLORA, Changes, Decisions, Singles, Stream, entropy, norms
 from probemon.core.hierarchy import Ints, Mask
+from probemon.core.scores import PHASES, PROMPT
 from probemon.monitor.sinks import FileSink
+from probemon.tracking.align import PlacedTokens
+from probemon.tracking.recording import Recording
 from probemon.util.checks import check_count
 from probemon.util.extras import import_arrow
 
@@ -97,17 +100,19 @@ class RoutingRecord:
         decisions: Decisions,
         changes: Changes,
         streams: Sequence[Stream],
-        *,
-        rows: Ints,
-        positions: Ints,
-        steps: Ints,
-        has_norm: bool,
+        placed: PlacedTokens,
+        recording: Recording,
         **scalars: Any,
     ) -> RoutingRecord:
-        """Return the record of decisions about tokens at (`rows`, `positions`) `[n]`.
+        """Return the record of decisions about `placed` tokens.
 
         Successive tokens with the same decision and fallback share a line. `scalars`: the other columns.
         """
+        rows, positions, prompt = placed.rows, placed.columns - recording.offset, recording.call.prompt_columns
+        if placed.phase == PROMPT or prompt is None:
+            steps = np.zeros(len(placed), np.int64)
+        else:
+            steps = placed.columns - prompt + 1
         follows = (rows[1:] == rows[:-1]) & (positions[1:] == positions[:-1] + 1)
         begins = np.ones(decisions.decided.shape, dtype=bool)
         begins[:, 1:] = decisions.decided[:, 1:] | ~follows | (decisions.fallback[1:] != decisions.fallback[:-1])
@@ -119,9 +124,19 @@ class RoutingRecord:
         else:
             shares = np.where(decisions.finite[stream, token, None], decisions.weights[stream, token], np.nan)
             h = (entropy(shares) / math.log(raw.shape[1])).astype(np.float32)
+        source = streams[0].source
+        has_norm = source in (BEM, XLORA)
         norm = norms(raw).astype(np.float32) if has_norm else np.full(len(stream), np.nan, dtype=np.float32)
         decided = decisions.decided[stream, token]
+        columns: dict[str, Any] = {name: getattr(decisions, name)[token] for name in _BY_TOKEN}
+        for name in _TOP:
+            columns[name] = None if (values := getattr(decisions, name)) is None else values[stream, token]
+        for name in ("layer", "site", "level"):
+            columns[name] = np.array([getattr(one, name) for one in streams])[stream]
         return cls(
+            request_id=recording.request or str(recording.number),
+            source=source,
+            phase=PHASES[placed.phase],
             row=rows[token],
             step=steps[token],
             pos_start=positions[token],
@@ -131,9 +146,7 @@ class RoutingRecord:
             code_norm=norm,
             flip=changes.flips[stream, token] == 1,
             reused=~decided,
-            **{name: np.array([getattr(one, name) for one in streams])[stream] for name in ("layer", "site", "level")},
-            **{name: None if (values := getattr(decisions, name)) is None else values[stream, token] for name in _TOP},
-            **{name: getattr(decisions, name)[token] for name in _BY_TOKEN},
+            **columns,
             **scalars,
         )
 

@@ -49,12 +49,12 @@ def test_latency_limit_alerts_after_consecutive_windows_without_flapping():
     assert window(0.2) == []
     (raised,) = window(0.3)
     assert raised == "slow token: token_p95_seconds 0.3 (threshold 0.1) at token 40"
-    assert [alert.kind for alert in durations.raised] == ["slow token"]
+    assert [held.raised.kind for held in durations.limits] == ["slow token"]
     for largest in (0.09, 0.2, 0.06, 0.04, 0.06):  # between the two thresholds nothing changes, nor by one below both
         assert window(largest) == []
     assert window(0.04) == []
     assert window(0.03) == ["slow token is over: token_p95_seconds 0.03 (threshold 0.05) at token 110"]
-    assert durations.raised == []
+    assert durations.limits[0].raised is None
 
 
 def test_memory_rise_is_a_spike_and_a_stable_level_is_not():

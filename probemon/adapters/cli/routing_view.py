@@ -61,23 +61,22 @@ class PlainRouting:
         """Print the first routers' choices, a line for each token."""
         decisions = list(record.lines())
         for position in sorted({line["pos_start"] for line in decisions}):
-            lines = [line for line in decisions if line["pos_start"] == position]
-            parts = [_decision(line) for line in lines[:_ROUTERS]]
-            if len(lines) > _ROUTERS:
-                parts.append(f"and {len(lines) - _ROUTERS} more routers")
-            self._print(f"{position:>4}  {printable(token(position)):<14} {'; '.join(parts)}")
+            parts = [_decision(line) for line in decisions if line["pos_start"] == position]
+            self._print_token(position, token(position), parts, "routers")
 
     def show_states(self, token: Token, placed: PlacedTokens, told: Mapping[str, Told], report: Report) -> None:
         """Print the reach of the first recurrent layers, a line for each token."""
         for i, position in enumerate(placed.columns.tolist()):
             parts = [part for names, tally in told.items() for part in _reaches(names.split(), tally, i)]
-            if len(parts) > _ROUTERS:
-                parts = [*parts[:_ROUTERS], f"and {len(parts) - _ROUTERS} more layers"]
-            self._print(f"{position:>4}  {printable(token(position)):<14} {'; '.join(parts)}")
+            self._print_token(position, token(position), parts, "layers")
 
     def show_alert(self, alert: Alert) -> None:
         """Print an alert."""
         self._print(f"alert: {alert}")
+
+    def _print_token(self, position: int, token: str, parts: Sequence[str], kind: str) -> None:
+        more = [f"and {len(parts) - _ROUTERS} more {kind}"] if len(parts) > _ROUTERS else []
+        self._print(f"{position:>4}  {printable(token):<14} {'; '.join([*parts[:_ROUTERS], *more])}")
 
     def _print(self, line: str) -> None:
         self._console.print(Text(harmless(line)), soft_wrap=True)

@@ -133,11 +133,8 @@ def cache_among(values: Iterable[Any]) -> Any:
 def gives_cache(output: Any) -> bool:
     """True if a decoder's output has more than tensors, thus a cache."""
     parts = output.values() if isinstance(output, Mapping) else output if isinstance(output, tuple) else ()
-    return not all(part is None or _of_tensors(part) for part in parts)
-
-
-def _of_tensors(part: Any) -> bool:
-    return all(one is None or isinstance(one, Tensor) for one in (part if isinstance(part, (tuple, list)) else [part]))
+    values = [one for part in parts for one in (part if isinstance(part, (tuple, list)) else [part])]
+    return not all(one is None or isinstance(one, Tensor) for one in values)
 
 
 def memory_of(cache: Any) -> dict[int, MemoryState]:

@@ -32,7 +32,6 @@ class MemoryOutput:
     - `update [B, T, D]`: added to the stream.
     - `reads [B, T, 1 + M]` fp32: p of the null slot, then of each slot.
     - `top_slot`, `top_position`, `top_token` `[B, T, k]` int64, `top_p [B, T, k]`: the most read slots; -1 if empty.
-    - `contribution [B, T]`: norm of the update over the stream's.
     """
 
     update: Tensor
@@ -42,7 +41,6 @@ class MemoryOutput:
     top_position: Tensor | None = None
     top_token: Tensor | None = None
     top_p: Tensor | None = None
-    contribution: Tensor | None = None
 
 
 class SlotMemory(nn.Module):
@@ -228,7 +226,6 @@ class SlotMemory(nn.Module):
             top_position=position,
             top_token=token,
             top_p=weight,
-            contribution=share,
         )
 
 

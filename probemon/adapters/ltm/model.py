@@ -288,10 +288,6 @@ class LtmForCausalLM(LtmPreTrainedModel, GenerationMixin):
 def _check_positions(position_ids: Tensor | None, positions: Tensor, valid: Tensor) -> None:
     if position_ids is None:
         return
-    position_ids = (
-        position_ids.to(positions.device).expand_as(positions)
-        if position_ids.dim() == 2
-        else position_ids[None].expand_as(positions)
-    )
+    position_ids = position_ids.to(positions.device).expand_as(positions)
     if not bool(((position_ids == positions) | ~valid).all()):
         raise UnsupportedDecoding(PACKED)

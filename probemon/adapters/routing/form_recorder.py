@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict, deque
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any, cast
 
@@ -187,12 +188,12 @@ class FormRecorder:
         for site, sizes in by_site.items():
             energies = [sizes[name] for name in sizes if name.startswith("energy")]
             sizes_by_site[site] = {
-                **{name: _mean(sizes[name]) for name in ("ratio", "moved")},
-                **{f"{name}_p95": _quantile(sizes[name], 0.95) for name in ("ratio", "moved")},
+                **{name: _of_finite(np.mean, sizes[name]) for name in ("ratio", "moved")},
+                **{f"{name}_p95": _of_finite(np.quantile, sizes[name], 0.95) for name in ("ratio", "moved")},
                 "n_sizes_not_finite": int((~np.isfinite(sizes["ratio"])).sum()),
             }
             if energies:
-                sizes_by_site[site]["energy"] = [_mean(values) for values in energies]
+                sizes_by_site[site]["energy"] = [_of_finite(np.mean, values) for values in energies]
                 sizes_by_site[site]["n_silent"] = [int((~np.isfinite(values)).sum()) for values in energies]
         return sizes_by_site
 
@@ -300,11 +301,6 @@ def _n_not_finite(codes: Tensor) -> int:
     return int((~codes.isfinite().all(dim=1)).sum())
 
 
-def _mean(values: Numbers) -> float | None:
+def _of_finite(function: Callable[..., Any], values: Numbers, *arguments: float) -> float | None:
     finite = values[np.isfinite(values)]
-    return float(finite.mean()) if len(finite) else None
-
-
-def _quantile(values: Numbers, q: float) -> float | None:
-    finite = values[np.isfinite(values)]
-    return float(np.quantile(finite, q)) if len(finite) else None
+    return float(function(finite, *arguments)) if len(finite) else None

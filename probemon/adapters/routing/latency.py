@@ -27,13 +27,12 @@ import numpy as np
 import torch
 from torch import nn
 
-from probemon.adapters.routing.alerts import Alert
+from probemon.adapters.routing.alerts import Alert, Memory
 from probemon.adapters.routing.sketch import LogSketch
 from probemon.adapters.routing.statistics import QUANTILES
-from probemon.adapters.routing.tally import Memory
 from probemon.errors import ConfigError
 from probemon.tracking.watched_threads import WatchedThreads
-from probemon.util.checks import LARGEST, check_count, check_number
+from probemon.util.checks import LARGEST, check_choice, check_count, check_number, check_share
 
 KINDS = ("forward", "controller", "token")
 SPIKE = "memory spike"
@@ -56,11 +55,9 @@ class LatencyLimit:
     in_a_row: int = 2
 
     def __post_init__(self) -> None:
-        if self.kind not in KINDS:
-            raise ConfigError(f"a latency limit's kind is {self.kind!r}: give one of {', '.join(KINDS)}")
-        remedy = "give a number over 0"
-        check_number("seconds", self.seconds, low=0, high=LARGEST, open_low=True, remedy=remedy)
-        check_number("quantile", self.quantile, low=0, high=1, open_low=True, open_high=True, remedy="give 0.95, say")
+        check_choice("a latency limit's kind", self.kind, KINDS)
+        check_number("seconds", self.seconds, low=0, high=LARGEST, open_low=True, remedy="give a number over 0")
+        check_share("quantile", self.quantile, remedy="give 0.95, say")
         clear = self.seconds * 0.8 if self.clear_seconds is None else self.clear_seconds
         remedy = f"give a number over 0 and under seconds ({self.seconds}), else it flaps"
         check_number("clear_seconds", clear, low=0, high=self.seconds, open_low=True, open_high=True, remedy=remedy)
@@ -88,8 +85,7 @@ class MemorySpike:
     every: int = 16
 
     def __post_init__(self) -> None:
-        remedy = "give a number over 1"
-        check_number("rise", self.rise, low=1, high=LARGEST, open_low=True, remedy=remedy)
+        check_number("rise", self.rise, low=1, high=LARGEST, open_low=True, remedy="give a number over 1")
         remedy = f"give 1 or more, and less than rise ({self.rise}), else it flaps"
         check_number("clear", self.clear, low=1, high=self.rise, open_high=True, remedy=remedy)
         check_count("least_bytes", self.least_bytes, remedy="give 0 or more")
@@ -111,11 +107,7 @@ class Durations:
         self.sketch.add(seconds, count)
         self.counts[bisect.bisect_left(BUCKETS, seconds)] += count
         self.total += seconds * count
-        alerts: list[Alert] = []
-        for held in self.limits:
-            for _ in range(count):
-                alerts += held.add(seconds, self.sketch.n)
-        return alerts
+        return [alert for held in self.limits for _ in range(count) for alert in held.add(seconds, self.sketch.n)]
 
     def report(self) -> dict[str, Any]:
         """Return count and quantiles (None without any)."""
@@ -131,8 +123,10 @@ class _Held:
         self.raised: Alert | None = None
         self._streak = 0
 
-    def judge(self, past: bool, value: float, threshold: float, at: int) -> list[Alert]:
-        """Take a value, `past` the threshold to raise the alert or, if it is raised, to clear it."""
+    def judge(self, value: float, raise_at: float, clear_at: float, at: int, *, matters: bool = True) -> list[Alert]:
+        """Take a value, which raises the alert over `raise_at` if it `matters`, and clears it under `clear_at`."""
+        threshold = raise_at if self.raised is None else clear_at
+        past = value > threshold and matters if self.raised is None else value < threshold
         self._streak = self._streak + 1 if past else 0
         if self._streak < self.in_a_row:
             return []
@@ -156,9 +150,7 @@ class _Limited(_Held):
         value = float(np.quantile(self._window, limit.quantile, method="higher"))
         self._window = []
         assert limit.clear_seconds is not None
-        if self.raised is None:
-            return self.judge(value > limit.seconds, value, limit.seconds, at)
-        return self.judge(value < limit.clear_seconds, value, limit.clear_seconds, at)
+        return self.judge(value, limit.seconds, limit.clear_seconds, at)
 
 
 class Spikes(_Held):
@@ -176,10 +168,8 @@ class Spikes(_Held):
         self._looks.append(used)
         if not enough:
             return []
-        if self.raised is None:
-            rises = used > rule.rise * median and used - median >= rule.least_bytes
-            return self.judge(rises, float(used), rule.rise * median, at)
-        return self.judge(used < rule.clear * median, float(used), rule.clear * median, at)
+        matters = used - median >= rule.least_bytes
+        return self.judge(float(used), rule.rise * median, rule.clear * median, at, matters=matters)
 
 
 class Latencies:
@@ -252,9 +242,8 @@ class Latencies:
             return {kind: (list(durations.counts), durations.total) for kind, durations in self.kinds.items()}
 
     def _begin(self, kind: str) -> None:
-        if self._threads.in_other:
-            return
-        setattr(self._begun, kind, self._clock())
+        if not self._threads.in_other:
+            setattr(self._begun, kind, self._clock())
 
     def _end(self, kind: str) -> None:
         begun = getattr(self._begun, kind, None)

@@ -21,23 +21,22 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from probemon.adapters.routing.alerts import DEFAULT_RULES, Alert, AlertRule
+from probemon.adapters.routing.alerts import DEFAULT_RULES, Alert, AlertRule, Tally, memory_of
 from probemon.adapters.routing.baseline import check_baseline, entries, read_baseline, write_baseline
 from probemon.adapters.routing.captures import returned, timed, to_host
 from probemon.adapters.routing.decisions import Changes, Decisions, History, Singles, Stream
 from probemon.adapters.routing.latency import Latencies
 from probemon.adapters.routing.records import RoutingRecord
 from probemon.adapters.routing.recurrent.recorder import StateRecorder
-from probemon.adapters.routing.routers import BemController, Source, find_sources, no_router
+from probemon.adapters.routing.routers import NO_ROUTER, BemController, Source, find_sources
 from probemon.adapters.routing.settings import RoutingSettings
 from probemon.adapters.routing.sketch import RELATIVE_ERROR, LogSketch
 from probemon.adapters.routing.slot_memories import NewestReads
 from probemon.adapters.routing.statistics import QUANTILES
-from probemon.adapters.routing.tally import Tally, memory_of
 from probemon.core.hierarchy import Ints
 from probemon.core.memory_reads import MemoryReads
 from probemon.core.scores import GENERATED, PROMPT, Scores
-from probemon.errors import ConfigError
+from probemon.errors import ConfigError, UnsupportedModel
 from probemon.host.model import unwrap
 from probemon.host.recurrent.mixers import find_mixers
 from probemon.host.site import Site
@@ -105,7 +104,7 @@ class Routing(Follower):
         if any(find_mixers(model)):
             self.recurrent = StateRecorder(model, states=settings.states, guard=guard, on_alert=self._report_alerts)
         elif not self.sources:
-            raise no_router(model)
+            raise UnsupportedModel(f"{type(model).__name__}{NO_ROUTER}")
         self._guard = guard
         self._baseline = {} if settings.baseline is None else read_baseline(settings.baseline)
         check_baseline(self._baseline, self.sources, settings.rules, settings.window)

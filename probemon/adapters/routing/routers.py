@@ -41,14 +41,11 @@ def find_sources(model: Any, *, bem: Any = None) -> list[Source]:
     return sources
 
 
-def no_router(model: Any) -> UnsupportedModel:
-    """Return the error for a model without anything to watch."""
-    return UnsupportedModel(
-        f"{type(model).__name__} has no router that is known: no experts (modules of its layers with weight [experts,"
-        " hidden size] and top_k), no memory slots (LtmForCausalLM), no X-LoRA and no recurrent layer. A BEM adapter"
-        " has to be given, as attach_bem returned it: attach(followers=[Routing(bem=bem)]),"
-        " RoutingMonitor(model, bem=bem), on the command line --bem FOLDER"
-    )
+NO_ROUTER = (
+    " has no router that is known: no experts (modules of its layers with weight [experts, hidden size] and top_k), no"
+    " memory slots (LtmForCausalLM), no X-LoRA and no recurrent layer. A BEM adapter has to be given, as attach_bem"
+    " returned it: attach(followers=[Routing(bem=bem)]), RoutingMonitor(model, bem=bem), in the shell --bem FOLDER"
+)
 
 
 def _routers(model: Any) -> Iterator[tuple[str, int, Any]]:

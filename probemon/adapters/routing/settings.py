@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from probemon.adapters.routing.alerts import DEFAULT_RULES, AlertRule
+from probemon.adapters.routing.alerts import DEFAULT_RULES, WINDOW, AlertRule
 from probemon.adapters.routing.latency import LatencyLimit, MemorySpike
-from probemon.adapters.routing.tally import WINDOW
 from probemon.errors import ConfigError
 from probemon.util.checks import check_bool, check_count
 
@@ -35,14 +34,11 @@ class RoutingSettings:
     spike: MemorySpike | None = MemorySpike()
 
     def __post_init__(self) -> None:
-        object.__setattr__(
-            self, "window", check_count("window", self.window, least=1, remedy="it counts tokens, so give 1 or more")
-        )
+        window = check_count("window", self.window, least=1, remedy="it counts tokens, so give 1 or more")
+        object.__setattr__(self, "window", window)
         check_bool("states", self.states)
         for name, values, kind in (("rules", self.rules, AlertRule), ("limits", self.limits, LatencyLimit)):
             if not isinstance(values, (tuple, list)) or not all(isinstance(one, kind) for one in values):
                 raise ConfigError(f"{name} is {values!r}: give a tuple of {kind.__name__}(...) of {kind.__module__}")
         if self.spike is not None and not isinstance(self.spike, MemorySpike):
-            raise ConfigError(
-                f"spike is {self.spike!r}: give MemorySpike(...) of probemon.adapters.routing.latency, or None"
-            )
+            raise ConfigError(f"spike is {self.spike!r}: give MemorySpike(...) of {MemorySpike.__module__}, or None")

@@ -109,10 +109,12 @@ def test_memory_statistics_equal_the_reads_of_the_memory(host, ids):
     """Of one row of 13 segments: what get_memory_stats() says of the newest 8 and the open one, from p itself."""
     memory = host.memories[1]
     outputs = []
-    hook = memory.register_forward_hook(lambda module, args, output: outputs.append(output))
+    hook = memory.register_forward_hook(lambda module, args, output: outputs.append((args[4], output)))
     cache = host(ids[:1]).past_key_values
     hook.remove()
-    c, p = memory.shape.segment, outputs[0].reads[0].double().numpy()
+    [(stream, output)] = outputs
+    c, p = memory.shape.segment, output.reads[0].double().numpy()
+    share = output.update.norm(dim=-1) / stream.norm(dim=-1)
     begin = (ids.shape[1] // c - 8) * c
     row = host.get_memory_stats()["memories"][0]
     for name, value in read_metrics(p[begin:]).items():
@@ -120,7 +122,7 @@ def test_memory_statistics_equal_the_reads_of_the_memory(host, ids):
     state = memory_of(cache)[1]
     keys = state.keys[0][state.strength[0] > 0]
     assert row["redundancy"] == pytest.approx(key_metrics(keys.double().numpy())["redundancy"], abs=1e-9)
-    assert row["contribution"] == pytest.approx(float(outputs[0].contribution.double().mean()), abs=1e-9)
+    assert row["contribution"] == pytest.approx(float(share.double().mean()), abs=1e-9)
     assert row["strength_mean"] == pytest.approx(
         float(state.strength[0][state.strength[0] > 0].double().mean()), abs=1e-9
     )

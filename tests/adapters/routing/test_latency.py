@@ -164,7 +164,7 @@ def test_prometheus_gets_histograms_instead_of_percentiles():
 @pytest.mark.parametrize(
     ("make", "says"),
     [
-        (lambda: LatencyLimit("tokens", 1.0), "kind is 'tokens': give one of forward, controller, token"),
+        (lambda: LatencyLimit("tokens", 1.0), "kind is 'tokens': expected one of forward, controller, token"),
         (lambda: LatencyLimit("token", 0), "seconds is 0"),
         (lambda: LatencyLimit("token", 1.0, clear_seconds=1.0), "clear_seconds is 1.0"),
         (lambda: LatencyLimit("token", 1.0, quantile=1), "quantile is 1"),

@@ -9,10 +9,9 @@ import numpy as np
 import pytest
 
 import routing_alarms
-from probemon.adapters.routing.alerts import DEFAULT_RULES, AlertRule, Alerts
+from probemon.adapters.routing.alerts import DEFAULT_RULES, AlertRule, Alerts, Tally
 from probemon.adapters.routing.decisions import BEM, MOE, XLORA, History, Stream
 from probemon.adapters.routing.statistics import RoutingStatistics
-from probemon.adapters.routing.tally import Tally
 from probemon.errors import ConfigError
 from streams import CHUNK, codes_of, decisions_of, logits_of
 

@@ -17,7 +17,6 @@ from probemon.adapters.routing.alerts import Alert
 from probemon.adapters.routing.captures import returned
 from probemon.adapters.routing.recurrent.tally import GROWS, KINDS, WINDOW, StateTally, Told
 from probemon.core.hierarchy import Ints, Mask
-from probemon.errors import ConfigError
 from probemon.host.model import unwrap
 from probemon.host.recurrent.mixers import Mamba2, Stack, Steps, find_stacks
 from probemon.host.recurrent.scan import effective_length, scan_loop, update_share
@@ -228,22 +227,6 @@ class StateRecorder:
         lengths = effective_length(steps.log_decay.flatten(2).transpose(0, 1), row.length)
         row.length = lengths[-1]
         return lengths.transpose(0, 1)
-
-    def state_of(self, row: int) -> dict[str, Tensor]:
-        """Return a row's newest state by layer, fp32, of the newest running generation; with `states=True`.
-
-        Raises `ConfigError` for an unknown row.
-        """
-        with self._lock:
-            for recording_state in reversed(list(self._kept.values())):
-                if row in recording_state.rows:
-                    return {
-                        name: state
-                        for i, stack_row in recording_state.rows[row].stacks.items()
-                        if stack_row.state is not None
-                        for name, state in zip(self.stacks[i].names, stack_row.state, strict=True)
-                    }
-        raise ConfigError(f"no state of row {row} is kept: call this while generate() runs, for a row that has begun")
 
 
 def _by_row(placed: PlacedTokens) -> Iterator[tuple[int, Ints]]:

@@ -36,8 +36,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "scripts" / "benchmarks")]
 
 from transformers.utils import logging  # noqa: E402
 
-from probemon.adapters.ltm import LtmConfig, LtmForCausalLM  # noqa: E402
-from probemon.adapters.ltm.shipped import RECALL  # noqa: E402
+from probemon.adapters.ltm import RECALL, LtmConfig, LtmForCausalLM  # noqa: E402
 from probemon.core.intervals import clopper_pearson  # noqa: E402
 from probemon.util.files import write_text_atomically  # noqa: E402
 from provenance import about  # noqa: E402

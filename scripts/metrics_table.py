@@ -5,7 +5,7 @@ python scripts/metrics_table.py
 
 from pathlib import Path
 
-from probemon.adapters.routing import metric_families as routing
+from probemon.adapters.routing import routing_metrics as routing
 from probemon.ops.telemetry import metric_families as runs
 
 PAGE = Path(__file__).parents[1] / "docs/metrics.md"

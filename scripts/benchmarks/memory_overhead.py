@@ -29,7 +29,6 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from probemon.adapters.ltm import LtmConfig, LtmForCausalLM
 from probemon.adapters.routing import RoutingMonitor
 from probemon.adapters.routing.captures import timed
-from probemon.adapters.routing.recurrent import StateMonitor
 from probemon.monitor.overhead import added_pct
 from probemon.util.files import write_text_atomically
 from provenance import about
@@ -69,8 +68,8 @@ def measure(kind: str, rounds: int) -> list[dict[str, Any]]:
     if kind == "probemon_ltm":
         ways["reads"] = lambda: RoutingMonitor(model)
     else:
-        ways["steps"] = lambda: StateMonitor(model)
-        ways["states"] = lambda: StateMonitor(model, states=True)
+        ways["steps"] = lambda: RoutingMonitor(model)
+        ways["states"] = lambda: RoutingMonitor(model, states=True)
     seconds: dict[str, list[float]] = {way: [] for way in ways}
     inside: dict[str, list[float]] = {way: [] for way in ways}
     whole: dict[str, list[float]] = {way: [] for way in ways}

@@ -20,8 +20,8 @@ from typing import Any
 
 import numpy as np
 
+from probemon.adapters.routing.alerts import Tally
 from probemon.adapters.routing.decisions import BEM, MOE, XLORA, Decisions, History, Stream, largest
-from probemon.adapters.routing.tally import Tally
 from probemon.core.intervals import upper_bound
 from probemon.util.files import write_text_atomically
 from provenance import about

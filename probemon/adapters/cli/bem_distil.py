@@ -12,11 +12,12 @@ from typing import Annotated
 import typer
 
 from probemon.adapters.cli.bem_eval import Adapter
-from probemon.adapters.cli.bem_rows import BatchRows, Data, MostTokens, check_sizes, pad_of, read
+from probemon.adapters.cli.bem_rows import BatchRows, Data, MostTokens, batches_of, check_sizes, read
 from probemon.cli import options as opt
 from probemon.cli.common import load_aloud, use_threads
 from probemon.cli.terminal import answer, say
 from probemon.errors import ConfigError
+from probemon.util.checks import check_number
 
 
 def distil(
@@ -46,7 +47,6 @@ def distil(
     from probemon.adapters.bem import attach_bem
     from probemon.adapters.bem.distil import distil as nearest_lora
     from probemon.adapters.bem.distil import distil_trained
-    from probemon.adapters.bem.lessons import make_batches
     from probemon.adapters.bem.saved import read_saved
     from probemon.adapters.bem.training import TrainSettings
     from probemon.adapters.bem.twins import check_has_twin
@@ -56,8 +56,7 @@ def distil(
         raise ConfigError(f"--steps is {steps}, --rank {rank}: give 0 or more")
     if not steps and labels:
         raise ConfigError("--labels is for a trained LoRA: give --steps too")
-    if not 0 <= labels <= 1:
-        raise ConfigError(f"--labels is {labels}: give 0 to 1")
+    check_number("--labels", labels, low=0, high=1, remedy="give 0 to 1")
     settings = TrainSettings(n_steps=max(1, steps), lr=lr, n_warmup=min(10, steps // 10))
     if os.path.lexists(out):
         raise ConfigError(f"--out is {out}, which exists: give another name, or remove it first")
@@ -66,10 +65,7 @@ def distil(
     rows = read(data)
     loaded_model, tokenizer = load_aloud(model, device, dtype)
     lessons, _ = rows.lessons(tokenizer, most_tokens)
-    batches = [
-        {key: tensor.to(loaded_model.device) for key, tensor in one.items()}
-        for one in make_batches(lessons, batch, pad_of(tokenizer))
-    ]
+    batches = batches_of(lessons, batch, loaded_model, tokenizer)
     with attach_bem(loaded_model, adapter) as bem:
         nearest = nearest_lora(bem, batches, rank=rank or None, ridge=None)
         lora = nearest

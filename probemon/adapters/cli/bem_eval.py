@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from probemon.adapters.cli.bem_measured import LORA, Measured, asked
-from probemon.adapters.cli.bem_rows import BatchRows, Data, MostTokens, check_sizes, pad_of, read
+from probemon.adapters.cli.bem_rows import BatchRows, Data, MostTokens, batches_of, check_sizes, read
 from probemon.cli import options as opt
 from probemon.cli.common import load_aloud, progress_bar, use_threads
 from probemon.cli.terminal import answer
@@ -37,7 +37,6 @@ def evaluate(
     from probemon.adapters.bem import attach_bem
     from probemon.adapters.bem.evaluation.beside import n_of, saved_lora
     from probemon.adapters.bem.evaluation.held_out import by_document, measure, share_at_limits
-    from probemon.adapters.bem.lessons import make_batches
     from probemon.adapters.bem.saved import read_saved
 
     check_sizes(most_tokens, batch)
@@ -46,10 +45,7 @@ def evaluate(
     rows = read(data)
     loaded_model, tokenizer = load_aloud(model, device, dtype)
     lessons, documents = rows.lessons(tokenizer, most_tokens)
-    batches = [
-        {key: tensor.to(loaded_model.device) for key, tensor in one.items()}
-        for one in make_batches(lessons, batch, pad_of(tokenizer))
-    ]
+    batches = batches_of(lessons, batch, loaded_model, tokenizer)
     with attach_bem(loaded_model, adapter) as bem, progress_bar("eval", total=len(lessons), unit="row") as bar:
         measured = Measured(measure(bem, batches, documents, bar.update), asked(lessons, tokenizer))
         measured.at_limits = {"eval": share_at_limits(bem, batches)}

@@ -62,7 +62,7 @@ def inspect(
         f" ({description['host']['n_layers']} layers of {description['host']['hidden_size']})",
         f"{description['trainable']:,} trainable numbers{share}: controller {description['of_controller']:,},"
         f" updates {description['of_updates']:,}{', in a byte each' if description['int8'] else ''}"
-        f"{_levels(description)}",
+        f"{f', levels {n}' if (n := description['of_levels']) else ''}",
         f"sites: {_in_words(description['host']['sites'])}",
         f"level {config['level']}, chunks of {config['chunk_tokens']} tokens",
         f"limits: singular values {config['spectral_cap']}, all updates together {config['trust_region']}",
@@ -138,10 +138,6 @@ def size_of(config: BemConfig) -> str:
     return f"{config.form} of rank {config.rank}{details.get(config.form, '')}"
 
 
-def _levels(description: dict[str, Any]) -> str:
-    return f", levels {description['of_levels']}" if description["of_levels"] else ""
-
-
 def _in_words(sites: dict[str, Any]) -> str:
     layers: dict[str, list[int]] = {}
     for name in sites:
@@ -157,15 +153,13 @@ def _table(tokens: list[dict[str, Any]]) -> Any:
 
     from probemon.cli.watch.live_view import printable
 
-    least = [min(token["code"][i] for token in tokens) for i in range(len(tokens[0]["code"]))]
-    most = [max(token["code"][i] for token in tokens) for i in range(len(tokens[0]["code"]))]
+    dimensions = list(zip(*(token["code"] for token in tokens), strict=True))
+    least, most = list(map(min, dimensions)), list(map(max, dimensions))
     table = plain_table()
-    table.add_column("token", no_wrap=True)
-    table.add_column("level", no_wrap=True)
-    table.add_column("code", no_wrap=True)
-    table.add_column("largest change", no_wrap=True)
+    for heading in ("token", "level", "code", "largest change"):
+        table.add_column(heading, no_wrap=True)
     table.add_column("sure", justify="right", no_wrap=True)
-    means = [sum(token["code"][i] for token in tokens) / len(tokens) for i in range(len(least))]
+    means = [sum(values) / len(tokens) for values in dimensions]
     for token in tokens:
         code = token["code"]
         away = max(range(len(code)), key=lambda i: abs(code[i] - means[i]))

@@ -14,9 +14,11 @@ import typer
 
 from probemon.cli.terminal import say
 from probemon.errors import ConfigError
+from probemon.util.checks import check_count
 
 if TYPE_CHECKING:
     from probemon.adapters.bem.lessons import Lesson
+    from probemon.adapters.bem.losses import Batch
 
 Data = Annotated[
     list[str],
@@ -78,13 +80,15 @@ def read(files: Sequence[str]) -> Rows:
 
 def check_sizes(most_tokens: int, batch: int) -> None:
     """Raise `ConfigError` for too small a row or batch."""
-    if most_tokens < 2:
-        raise ConfigError(f"--most-tokens is {most_tokens}: give 2 or more")
-    if batch < 1:
-        raise ConfigError(f"--batch is {batch}: give 1 or more")
+    check_count("--most-tokens", most_tokens, least=2, remedy="give 2 or more")
+    check_count("--batch", batch, least=1, remedy="give 1 or more")
 
 
-def pad_of(tokenizer: Any) -> int:
-    """Return a token id for padding."""
+def batches_of(lessons: Sequence[Lesson], n_rows: int, model: Any, tokenizer: Any) -> list[Batch]:
+    """Return padded batches of `n_rows` rows, on the model's device."""
+    from probemon.adapters.bem.lessons import make_batches
+
     ids = (tokenizer.pad_token_id, tokenizer.eos_token_id, 0)
-    return next(int(id) for id in ids if id is not None)
+    pad = next(int(id) for id in ids if id is not None)
+    batches = make_batches(lessons, n_rows, pad)
+    return [{name: tensor.to(model.device) for name, tensor in batch.items()} for batch in batches]

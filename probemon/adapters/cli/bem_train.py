@@ -17,11 +17,12 @@ import typer
 from probemon.adapters.cli.bem_course import Course, Looks, check_folder, end, is_trained
 from probemon.adapters.cli.bem_inspect import size_of
 from probemon.adapters.cli.bem_measured import LORA, Asked, Measured, asked
-from probemon.adapters.cli.bem_rows import BatchRows, Data, MostTokens, check_sizes, pad_of, read
+from probemon.adapters.cli.bem_rows import BatchRows, Data, MostTokens, batches_of, check_sizes, read
 from probemon.cli import options as opt
 from probemon.cli.common import load_aloud, progress_bar, use_threads
 from probemon.cli.terminal import answer, say
 from probemon.errors import ConfigError, MissingExtra, UnsupportedModel
+from probemon.util.checks import check_count, check_number
 from probemon.util.strict_json import loads
 
 if TYPE_CHECKING:
@@ -88,7 +89,7 @@ def train(
     command goes on from its last checkpoint. The LoRA is in the folder "lora" of the adapter's.
     """
     from probemon.adapters.bem import BemConfig
-    from probemon.adapters.bem.lessons import make_batches, split
+    from probemon.adapters.bem.lessons import split
     from probemon.adapters.bem.losses import LossWeights
     from probemon.adapters.bem.training import TrainSettings
 
@@ -101,32 +102,25 @@ def train(
         )
     config = BemConfig.from_dict({**named, **others})
     check_sizes(most_tokens, batch)
-    for name, value in (("evaluate-every", evaluate_every), ("patience", patience)):
-        if value < 1:
-            raise ConfigError(f"--{name} is {value}: give 1 or more")
+    check_count("--evaluate-every", evaluate_every, least=1, remedy="give 1 or more")
+    check_count("--patience", patience, least=1, remedy="give 1 or more")
     if device.startswith("cuda:"):
         raise ConfigError(f"--device is {device}: give cuda, and choose the GPU by CUDA_VISIBLE_DEVICES")
-    if not 0 < held_out <= 0.8:
-        raise ConfigError(f"--held-out is {held_out}: give over 0, at most 0.8")
-    if not 0 < epochs < math.inf:
-        raise ConfigError(f"--epochs is {epochs}: give more than 0")
+    check_number("--held-out", held_out, low=0, high=0.8, open_low=True, remedy="give over 0, at most 0.8")
+    check_number("--epochs", epochs, low=0, open_low=True, remedy="give more than 0")
     settings, weights = TrainSettings(n_steps=1, lr=lr, seed=seed), LossWeights(kl=kl)
-    check_budget(budget)
+    wanted = check_budget(budget)
     check_folder(out)
     use_threads(threads)
     rows = read(data)
     shares = {"train": 1 - held_out - _CHOOSE, "choose": _CHOOSE, "test": held_out}
     split(rows.documents, shares, seed=seed)  # raises before the model is loaded
     loaded_model, tokenizer = load_aloud(model, device, dtype)
-    config, n_trainable, n_model_parameters = solved(loaded_model, config, budget)
+    config, n_trainable, n_model_parameters = solved(loaded_model, config, wanted)
     lessons, documents = rows.lessons(tokenizer, most_tokens)
     parts = split(documents, shares, seed=seed)
     batches = {
-        name: [
-            {key: tensor.to(loaded_model.device) for key, tensor in one.items()}
-            for one in make_batches([lessons[i] for i in part], batch, pad_of(tokenizer))
-        ]
-        for name, part in parts.items()
+        name: batches_of([lessons[i] for i in part], batch, loaded_model, tokenizer) for name, part in parts.items()
     }
     n_steps = math.ceil(epochs * len(batches["train"]))
     settings = TrainSettings(n_steps=n_steps, lr=lr, n_warmup=min(10, n_steps // 10), seed=seed)
@@ -197,7 +191,7 @@ class _Training:
             self.identity = [describe(bem.config, bem.host, bem.sites), asdict(self.weights)]
             groups = parameter_groups(bem, self.settings)
             course = Course(Objective(bem, self.weights), bem.host, groups, self.identity, bem.save_pretrained, "train")
-            record = self._run(course, self.out)
+            record = course.run(self.batches["train"], self.settings, self.looks, self.out, quiet=self.quiet)
             with progress_bar("held out", total=len(self.documents), unit="row") as bar:
                 measured = Measured(measure(bem, self.batches["test"], self.documents, bar.update), questions)
             measured.at_limits = {name: share_at_limits(bem, self.batches[name]) for name in ("train", "test")}
@@ -218,16 +212,14 @@ class _Training:
                     lora.load(folder)
                 groups = [{"params": list(lora.factors.values()), "lr": self.settings.lr}]
                 course = Course(lora, self.host, groups, [*self.identity, lora.rank], lora.save, "LoRA beside it")
-                measured.lora_record = self._run(course, folder)
+                record = course.run(self.batches["train"], self.settings, self.looks, folder, quiet=self.quiet)
+                measured.lora_record = record
                 measured.lora = by_document(self.host, self.batches["test"], self.documents)
                 measured.n_trainable_of_lora = lora.n_trainable
                 measured.answer("LoRA", self.host, self.tokenizer)
             end(folder)
         except (MissingExtra, UnsupportedModel) as error:
             measured.why_no_lora = str(error)
-
-    def _run(self, course: Course, out: Path) -> dict[str, Any]:
-        return course.run(self.batches["train"], self.settings, self.looks, out, quiet=self.quiet)
 
 
 def other_settings(given: list[str]) -> dict[str, Any]:
@@ -276,11 +268,11 @@ def check_budget(budget: str) -> float | int | None:
     return share
 
 
-def solved(host: Any, config: BemConfig, budget: str) -> tuple[BemConfig, int, int]:
+def solved(host: Any, config: BemConfig, wanted: float | int | None) -> tuple[BemConfig, int, int]:
     """Return the config, fitted to the budget, its trainable numbers, and the model's."""
     from probemon.adapters.bem.evaluation.budget import n_trainable, solve
 
-    n_model_parameters, wanted = sum(parameter.numel() for parameter in host.parameters()), check_budget(budget)
+    n_model_parameters = sum(parameter.numel() for parameter in host.parameters())
     if wanted is None:
         return config, n_trainable(host, config), n_model_parameters
     solution = solve(host, config, int(wanted * n_model_parameters) if isinstance(wanted, float) else wanted)

@@ -8,6 +8,8 @@ probemon routing demo --bem adapter/ --prompt "Tell me about whales." --out rout
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -21,6 +23,7 @@ from probemon.util.counted import counted
 
 if TYPE_CHECKING:
     from probemon.adapters.routing import RoutingMonitor
+    from probemon.tracking.align import PlacedTokens
 
 
 def routing(
@@ -81,16 +84,8 @@ def routing(
         console.print(f"{model}: {counted(len(monitor.sites) - n_layers, 'router')}{layers} watched; prompt: {prompt}")
     else:
         view = LiveRouting(console, title=f"{model} routing")
-    with view:
-        n_generated = _generate(
-            host=loaded_model,
-            tokenizer=tokenizer,
-            prompt=prompt,
-            max_new_tokens=max_new_tokens,
-            monitor=monitor,
-            view=view,
-            sink=sink,
-        )
+    with nullcontext() if isinstance(view, PlainRouting) else view:
+        n_generated = _generate(loaded_model, tokenizer, prompt, max_new_tokens, monitor, view, sink)
     report = monitor.report()
     summary(console, report)
     if as_json:
@@ -100,34 +95,24 @@ def routing(
 def _generate(
     host: Any, tokenizer: Any, prompt: str, max_new_tokens: int, monitor: RoutingMonitor, view: Any, sink: Any
 ) -> int:
-    from transformers.generation.streamers import BaseStreamer
-
     from probemon.monitor.stream import encode
-
-    class Ids(BaseStreamer):  # gets a token before its forward
-        def __init__(self) -> None:
-            self.ids: list[int] = []
-
-        def put(self, value: Any) -> None:
-            self.ids += value.reshape(-1).tolist()
-
-        def end(self) -> None:
-            pass
 
     encoded = encode(tokenizer, chat_messages(tokenizer, prompt))
     inputs = {name: encoded[name].to(host.device) for name in ("input_ids", "attention_mask") if name in encoded}
-    streamer = Ids()
 
-    def token(position: int) -> str:
-        return str(tokenizer.decode([streamer.ids[position]]))
+    def texts(placed: PlacedTokens) -> Callable[[int], str]:
+        ids = dict(zip(placed.columns.tolist(), placed.ids.tolist(), strict=True))
+        return lambda position: str(tokenizer.decode([ids[position]]))
 
     if monitor.sources:
-        monitor.listen(lambda placed, decisions, record: view.show(token, record, monitor.report))
+        monitor.listen(lambda placed, decisions, record: view.show(texts(placed), record, monitor.report))
     elif monitor.recurrent is not None:  # next to routers, only the tables show them
-        monitor.recurrent.listen(lambda row, placed, tallies: view.show_states(token, placed, tallies, monitor.report))
+        monitor.recurrent.listen(
+            lambda row, placed, tallies: view.show_states(texts(placed), placed, tallies, monitor.report)
+        )
     monitor.on_alert(view.show_alert)
     with monitor:
         if sink is not None:
             monitor.add_sink(sink)
-        out = host.generate(**inputs, max_new_tokens=max_new_tokens, do_sample=False, streamer=streamer)
+        out = host.generate(**inputs, max_new_tokens=max_new_tokens, do_sample=False)
     return int(out.shape[1] - inputs["input_ids"].shape[1])

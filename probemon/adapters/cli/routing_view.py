@@ -9,7 +9,6 @@ summary(console, recorder.report())
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from types import TracebackType
 from typing import Any
 
 from rich.console import Console, Group, RenderableType
@@ -47,6 +46,7 @@ _STATES = (
     ("resets", "resets", "d"),
 )  # fmt: skip
 _FOLLOWED = (("norm", "norm", ".3g"), ("new", "update_share", ".2f"), ("rank", "effective_rank", ".1f"))
+_BROKEN = (("not finite", "n_not_finite", "d"),)
 Report = Callable[[], Mapping[str, Any]]
 Token = Callable[[int], str]
 
@@ -57,135 +57,108 @@ class PlainRouting:
     def __init__(self, console: Console) -> None:
         self._console = console
 
-    def __enter__(self) -> PlainRouting:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        pass
-
-    def show(self, token: Callable[[int], str], record: RoutingRecord, report: Report) -> None:
+    def show(self, token: Token, record: RoutingRecord, report: Report) -> None:
         """Print the first routers' choices, a line for each token."""
         decisions = list(record.lines())
         for position in sorted({line["pos_start"] for line in decisions}):
-            lines = [line for line in decisions if line["pos_start"] == position]
-            parts = [_decision(line) for line in lines[:_ROUTERS]]
-            if len(lines) > _ROUTERS:
-                parts.append(f"and {len(lines) - _ROUTERS} more routers")
-            self._print(f"{position:>4}  {printable(token(position)):<14} {'; '.join(parts)}")
+            parts = [_decision(line) for line in decisions if line["pos_start"] == position]
+            self._print_token(position, token(position), parts, "routers")
 
     def show_states(self, token: Token, placed: PlacedTokens, told: Mapping[str, Told], report: Report) -> None:
         """Print the reach of the first recurrent layers, a line for each token."""
         for i, position in enumerate(placed.columns.tolist()):
             parts = [part for names, tally in told.items() for part in _reaches(names.split(), tally, i)]
-            if len(parts) > _ROUTERS:
-                parts = [*parts[:_ROUTERS], f"and {len(parts) - _ROUTERS} more layers"]
-            self._print(f"{position:>4}  {printable(token(position)):<14} {'; '.join(parts)}")
+            self._print_token(position, token(position), parts, "layers")
 
     def show_alert(self, alert: Alert) -> None:
         """Print an alert."""
         self._print(f"alert: {alert}")
 
+    def _print_token(self, position: int, token: str, parts: Sequence[str], kind: str) -> None:
+        more = [f"and {len(parts) - _ROUTERS} more {kind}"] if len(parts) > _ROUTERS else []
+        self._print(f"{position:>4}  {printable(token):<14} {'; '.join([*parts[:_ROUTERS], *more])}")
+
     def _print(self, line: str) -> None:
         self._console.print(Text(harmless(line)), soft_wrap=True)
 
 
-class LiveRouting:
+class LiveRouting(Live):
     """The text so far, a table of routers, costs and alerts."""
 
     def __init__(self, console: Console, *, title: str) -> None:
-        self._console, self._title = console, Text(harmless(title))
-        self._text = ""
+        super().__init__(console=console, auto_refresh=False, vertical_overflow="crop")
+        self._title, self._text = Text(harmless(title)), ""
         self._shown: set[int] = set()
-        self._live = Live(console=console, auto_refresh=False, vertical_overflow="crop")
 
-    def __enter__(self) -> LiveRouting:
-        self._live.__enter__()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._live.__exit__(kind, error, trace)
-
-    def show(self, token: Callable[[int], str], record: RoutingRecord, report: Report) -> None:
+    def show(self, token: Token, record: RoutingRecord, report: Report) -> None:
         """Update text and tables."""
         positions = {int(p) + i for p, n in zip(record.pos_start, record.n_tokens, strict=True) for i in range(n)}
         for position in sorted(positions - self._shown):
             self._shown.add(position)
             self._text += harmless(token(position), keep="\n")
-        self._live.update(self.render(report()), refresh=True)
+        self.update(self.render(report()), refresh=True)
 
     def show_states(self, token: Token, placed: PlacedTokens, told: Mapping[str, Told], report: Report) -> None:
         """Update text and tables."""
         self._text += "".join(harmless(token(position), keep="\n") for position in placed.columns.tolist())
-        self._live.update(self.render(report()), refresh=True)
+        self.update(self.render(report()), refresh=True)
 
     def show_alert(self, alert: Alert) -> None:
         """Do nothing: the report has it."""
 
     def render(self, report: Mapping[str, Any]) -> RenderableType:
         """Return the frame, with as many routers as fit."""
-        columns = max(20, self._console.width - 4)
+        columns = max(20, self.console.width - 4)
         tail = Text(self._text[-3 * columns :])
-        n_lines = len(tail.wrap(self._console, columns))
-        room = max(4, self._console.height - n_lines - 10 - len(report["alerts"]) - 2 * bool(report["unjudged"]))
-        watched = [*tables(report["streams"], room), *state_table(report["states"], room)]
+        n_lines = len(tail.wrap(self.console, columns))
+        room = max(4, self.console.height - n_lines - 10 - len(report["alerts"]) - 2 * bool(report["unjudged"]))
         return Panel(
-            Group(tail, Text(), *watched, Text(), *_foot(report)),
+            Group(tail, Text(), *_tables(report, room), Text(), *_foot(report)),
             title=self._title,
             title_align="left",
             border_style="dim",
         )
 
 
-def tables(streams: Sequence[Mapping[str, Any]], room: int = 10_000) -> list[RenderableType]:
-    """Return a table of expert routers and one of code routers, of at most `room` rows."""
-    parts: list[RenderableType] = []
-    broken = (("not finite", "n_not_finite", "d"),) if any(stream.get("n_not_finite") for stream in streams) else ()
-    for columns, routers, bars in (
-        (_DISTRIBUTION + broken, [s for s in streams if s["source"] != BEM], ("load", "load")),
-        (_CODES + broken, [s for s in streams if s["source"] == BEM], ("variance", "variances")),
-    ):
-        if not routers:
-            continue
-        table = plain_table()
-        table.add_column("router", no_wrap=True)
-        for heading, *_ in columns:
-            table.add_column(heading, justify="right", no_wrap=True)
-        table.add_column(bars[0], overflow="ellipsis")  # cut first: a truncated number misleads
-        for stream in routers[:room]:
-            values = [format(stream[metric], style) if metric in stream else "-" for _, metric, style in columns]
-            table.add_row(
-                Text(harmless(f"{stream['site']} {stream['level']}".strip())), *values, load_bars(stream[bars[1]])
-            )
-        parts.append(table)
-        if len(routers) > room:
-            parts.append(Text(f"and {len(routers) - room} more routers", style="dim"))
-    return parts
+def _tables(report: Mapping[str, Any], room: int = 10_000) -> list[RenderableType]:
+    """Return tables of expert routers, of code routers and of recurrent layers, each of at most `room` rows."""
+    streams, states = report["streams"], report["states"]
+    experts, codes = ([(_router(s), s) for s in streams if (s["source"] == BEM) == coded] for coded in (False, True))
+    broken = _BROKEN if any(stream.get("n_not_finite") for stream in streams) else ()
+    followed = _FOLLOWED if any("norm" in layer for layer in states.values()) else ()
+    lost = _BROKEN if any(layer["n_not_finite"] for layer in states.values()) else ()
+    return [
+        *_table("router", experts, _DISTRIBUTION + broken, room, bars=("load", "load")),
+        *_table("router", codes, _CODES + broken, room, bars=("variance", "variances")),
+        *_table("layer", list(states.items()), _STATES + followed + lost, room),
+    ]
 
 
-def state_table(states: Mapping[str, Mapping[str, Any]], room: int = 10_000) -> list[RenderableType]:
-    """Return a table of at most `room` recurrent layers; [] for none."""
-    if not states:
+def _table(
+    kind: str,
+    rows: Sequence[tuple[str, Mapping[str, Any]]],
+    columns: Sequence[tuple[str, str, str]],
+    room: int,
+    bars: tuple[str, str] | None = None,
+) -> list[RenderableType]:
+    """Return a table of named metrics, [] without rows. `bars`: heading and metric of the last column."""
+    if not rows:
         return []
-    broken = (
-        (("not finite", "n_not_finite", "d"),)
-        if any(layer_stats["n_not_finite"] for layer_stats in states.values())
-        else ()
-    )
-    followed = _FOLLOWED if any("norm" in layer_stats for layer_stats in states.values()) else ()
-    columns = (*_STATES, *followed, *broken)
     table = plain_table()
-    table.add_column("layer", no_wrap=True)
+    table.add_column(kind, no_wrap=True)
     for heading, *_ in columns:
         table.add_column(heading, justify="right", no_wrap=True)
-    for name, layer_stats in list(states.items())[:room]:
-        values = [
-            format(layer_stats[key], style) if layer_stats.get(key) is not None else "-" for _, key, style in columns
-        ]
-        table.add_row(Text(harmless(name)), *values)
-    rest = [Text(f"and {len(states) - room} more layers", style="dim")] if len(states) > room else []
+    if bars is not None:
+        table.add_column(bars[0], overflow="ellipsis")  # cut first: a truncated number misleads
+    for name, metrics in rows[:room]:
+        values = [format(metrics[key], style) if metrics.get(key) is not None else "-" for _, key, style in columns]
+        table.add_row(Text(harmless(name)), *values, *([] if bars is None else [load_bars(metrics[bars[1]])]))
+    rest = [Text(f"and {len(rows) - room} more {kind}s", style="dim")] if len(rows) > room else []
     return [table, *rest]
+
+
+def _router(line: Mapping[str, Any]) -> str:
+    return f"{line['site']} {line['level']}".strip()
 
 
 def _reaches(names: Sequence[str], tally: Told, i: int) -> list[str]:
@@ -211,7 +184,7 @@ def load_bars(load: Sequence[float]) -> Text:
 
 def summary(console: Console, report: Mapping[str, Any]) -> None:
     """Print every router, the costs and the alerts."""
-    for part in (*tables(report["streams"]), *state_table(report["states"]), *_foot(report)):
+    for part in (*_tables(report), *_foot(report)):
         console.print(part, soft_wrap=True)
 
 
@@ -248,7 +221,4 @@ def _decision(line: Mapping[str, Any]) -> str:
             if weight != "0.00"
         ]
     entropy = "" if line["h_decision"] is None else f", entropy {line['h_decision']:.2f}"
-    return (
-        f"{line['site']} {line['level']}".strip()
-        + f" {', '.join(parts)}{entropy}{', reused' if line['reused'] else ''}"
-    )
+    return f"{_router(line)} {', '.join(parts)}{entropy}{', reused' if line['reused'] else ''}"

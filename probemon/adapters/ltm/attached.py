@@ -14,7 +14,6 @@ import threading
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
-from types import TracebackType
 from typing import Any, NoReturn
 from uuid import uuid4
 
@@ -54,10 +53,6 @@ class _Forward:
     input_storage: StorageWeakRef | None = None  # of the layer's input
 
 
-class _ThreadState(threading.local):
-    forward: _Forward | None = None
-
-
 def attached_memories(model: Any) -> list[AttachedMemory]:
     """Return a model's memories in running order."""
     decoder = model.get_decoder() if hasattr(model, "get_decoder") else model
@@ -84,7 +79,7 @@ class AttachedMemory:
         weight = next(layers[self.number].parameters())
         self.memory = SlotMemory(shape, zero=True).to(weight.device, weight.dtype).eval()
         self._state: MemoryState | None = None
-        self._thread = _ThreadState()
+        self._thread = threading.local()  # `forward`: the one that runs
         self._again: dict[tuple[int, ...], _Forward] = {}  # by the input's address and shape
         self._stack, self.open = ExitStack(), False
         self._whose = uuid4().hex  # survives copying of a cache
@@ -109,14 +104,12 @@ class AttachedMemory:
             )
         self.open = False
         self._stack.close()
-        self._state, self._again, self._thread = None, {}, _ThreadState()
+        self._state, self._again, self._thread = None, {}, threading.local()
 
     def __enter__(self) -> AttachedMemory:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.detach()
 
     def get_memory_stats(self) -> dict[str, Any]:
@@ -170,7 +163,8 @@ class AttachedMemory:
 
     def _end(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         """Raise if the decoder has a cache but the layer got none."""
-        forward, self._thread.forward = self._thread.forward, None
+        forward: _Forward | None = getattr(self._thread, "forward", None)
+        self._thread.forward = None
         if forward is None or output is None or not forward.without_cache:  # no output: an error was raised
             return
         if cache_among([*args, *kwargs.values()]) is not None or gives_cache(output):
@@ -181,7 +175,7 @@ class AttachedMemory:
 
     def _forward_of(self, module: nn.Module, args: tuple[Any, ...]) -> _Forward:
         """Return the layer's forward; by its input's address if a backward pass runs it again."""
-        forward = self._thread.forward
+        forward: _Forward | None = getattr(self._thread, "forward", None)
         layer_input = next((one for one in args if isinstance(one, Tensor)), None)
         address = () if layer_input is None else (layer_input.data_ptr(), *layer_input.shape)
         if forward is None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -77,13 +77,11 @@ class KeepsMemory(CacheLayerMixin):
         if self.memory is not None and device is not None:
             self.memory = self.memory.each(lambda tensor: tensor.to(device))
 
-    def crop(self, tokens_to_remove: int) -> None:
+    def crop(self, *arguments: Any) -> NoReturn:
         """Raises `UnsupportedDecoding`."""
         raise UnsupportedDecoding(_CANNOT)
 
-    def activate_past_recording(self) -> None:
-        """Raises `UnsupportedDecoding`."""
-        raise UnsupportedDecoding(_CANNOT)
+    activate_past_recording = crop
 
 
 @functools.cache
@@ -135,11 +133,8 @@ def cache_among(values: Iterable[Any]) -> Any:
 def gives_cache(output: Any) -> bool:
     """True if a decoder's output has more than tensors, thus a cache."""
     parts = output.values() if isinstance(output, Mapping) else output if isinstance(output, tuple) else ()
-    return not all(part is None or _of_tensors(part) for part in parts)
-
-
-def _of_tensors(part: Any) -> bool:
-    return all(one is None or isinstance(one, Tensor) for one in (part if isinstance(part, (tuple, list)) else [part]))
+    values = [one for part in parts for one in (part if isinstance(part, (tuple, list)) else [part])]
+    return not all(one is None or isinstance(one, Tensor) for one in values)
 
 
 def memory_of(cache: Any) -> dict[int, MemoryState]:

@@ -56,6 +56,7 @@ class LtmConfig(PretrainedConfig):
 
     model_type = "probemon_ltm"
     keys_to_ignore_at_inference = ("cache", "past_key_values")
+    hidden_act = "silu"
 
     def __init__(
         self,
@@ -79,15 +80,11 @@ class LtmConfig(PretrainedConfig):
         use_cache: bool = True,
         **kwargs: Any,
     ) -> None:
-        sizes = {
-            "vocab_size": vocab_size,
-            "hidden_size": hidden_size,
-            "intermediate_size": intermediate_size,
-            "num_hidden_layers": num_hidden_layers,
-            "num_attention_heads": num_attention_heads,
-        }
-        for name, value in sizes.items():
-            setattr(self, name, check_count(name, value, least=1))
+        self.vocab_size = check_count("vocab_size", vocab_size, least=1)
+        self.hidden_size = check_count("hidden_size", hidden_size, least=1)
+        self.intermediate_size = check_count("intermediate_size", intermediate_size, least=1)
+        self.num_hidden_layers = check_count("num_hidden_layers", num_hidden_layers, least=1)
+        self.num_attention_heads = check_count("num_attention_heads", num_attention_heads, least=1)
         self.sliding_window = check_count("sliding_window", sliding_window, least=2)
         if hidden_size % (2 * num_attention_heads):
             raise ConfigError(

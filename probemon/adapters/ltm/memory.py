@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from probemon.adapters.ltm.config import MemoryShape
-from probemon.adapters.ltm.state import MemoryState
+from probemon.adapters.ltm.state import MemoryState, taken_at
 
 SHOWN = 4  # slots per read
 _EMPTY = -1e9  # logit with p = 0
@@ -32,7 +32,6 @@ class MemoryOutput:
     - `update [B, T, D]`: added to the stream.
     - `reads [B, T, 1 + M]` fp32: p of the null slot, then of each slot.
     - `top_slot`, `top_position`, `top_token` `[B, T, k]` int64, `top_p [B, T, k]`: the most read slots; -1 if empty.
-    - `contribution [B, T]`: norm of the update over the stream's.
     """
 
     update: Tensor
@@ -42,7 +41,6 @@ class MemoryOutput:
     top_position: Tensor | None = None
     top_token: Tensor | None = None
     top_p: Tensor | None = None
-    contribution: Tensor | None = None
 
 
 class SlotMemory(nn.Module):
@@ -133,21 +131,15 @@ class SlotMemory(nn.Module):
                 index, mask = slot[..., None].expand(-1, -1, old.shape[2]), accepted[..., None]
             return old.scatter(1, index, torch.where(mask, new.to(old.dtype), old.gather(1, index)))
 
-        def at_tokens(values: Tensor) -> Tensor:
-            if values.dim() == 3:
-                return values.gather(1, token[..., None].expand(-1, -1, values.shape[2]))
-            return values.gather(1, token)
-
         aged = torch.where(rows[:, None], now.age, state.age)
         written = replace(
             state,
-            keys=put(state.keys, at_tokens(keys)),
-            values=put(state.values, at_tokens(values)),
+            keys=put(state.keys, taken_at(keys, token)),
+            values=put(state.values, taken_at(values, token)),
             strength=put(state.strength, strongest),
             age=put(aged, torch.zeros_like(slot)),
-            usage=put(state.usage, torch.zeros_like(strongest)),
             position=put(state.position, begin[:, None] + token),
-            token=put(state.token, at_tokens(ids)),
+            token=put(state.token, taken_at(ids, token)),
         )
         decided = Decided(
             gates.detach(),
@@ -213,14 +205,14 @@ class SlotMemory(nn.Module):
         state = _opened(state, features, tokens, total, c)
         state = replace(state, n=state.n + valid.sum(1))
         spot = torch.where(valid, place, 0)
-        value = _gathered(torch.cat(read, dim=1), spot)
+        value = taken_at(torch.cat(read, dim=1), spot)
         update = torch.sigmoid(self.read_gate(hidden)) * self.output(value)
         update = torch.where(valid[..., None], update * (not self.closed), 0)
-        p = torch.where(valid[..., None], _gathered(torch.cat(reads, dim=1), spot), 0)
+        p = torch.where(valid[..., None], taken_at(torch.cat(reads, dim=1), spot), 0)
         if self.training:
             return MemoryOutput(update, state, p)
         slot, position, token, weight = (
-            _gathered(torch.cat(part, dim=1), spot) for part in zip(*top_reads, strict=True)
+            taken_at(torch.cat(part, dim=1), spot) for part in zip(*top_reads, strict=True)
         )
         size = (hidden if stream is None else stream).detach().float().norm(dim=-1)
         share = update.detach().float().norm(dim=-1) / size.clamp_min(1e-30)
@@ -234,7 +226,6 @@ class SlotMemory(nn.Module):
             top_position=position,
             top_token=token,
             top_p=weight,
-            contribution=share,
         )
 
 
@@ -261,20 +252,16 @@ def _placed(opened: Tensor, values: Tensor, target: Tensor, n_places: int) -> Te
     return grid.scatter(1, target[..., None].expand(-1, -1, d), values.to(opened.dtype))[:, :n_places]
 
 
-def _gathered(grid: Tensor, spot: Tensor) -> Tensor:
-    return grid.gather(1, spot[..., None].expand(-1, -1, grid.shape[2]))
-
-
 def _opened(state: MemoryState, features: Tensor, tokens: Tensor, total: Tensor, c: int) -> MemoryState:
     full = total // c
     spots = (full * c)[:, None] + torch.arange(c, device=total.device)
     inside = spots < total[:, None]
     spots = spots.clamp_max(features.shape[1] - 1)
-    last = _gathered(features, (full * c - 1).clamp_min(0)[:, None])[:, 0]
+    last = taken_at(features, (full * c - 1).clamp_min(0)[:, None])[:, 0]
     return replace(
         state,
-        features=torch.where(inside[..., None], _gathered(features, spots), 0),
-        ids=torch.where(inside, tokens.gather(1, spots), -1),
+        features=torch.where(inside[..., None], taken_at(features, spots), 0),
+        ids=torch.where(inside, taken_at(tokens, spots), -1),
         last=torch.where((full > 0)[:, None], last, state.last),
     )
 
@@ -301,9 +288,7 @@ def _counted(state: MemoryState, p: Tensor, new: Tensor) -> MemoryState:
     has_reads = (whole > 0).double()
     null = torch.where(new, p[..., 0], 0).double()
     totals = torch.stack([new.sum(1).double(), null.sum(1), (entropy * has_reads).sum(1), has_reads.sum(1)], dim=1)
-    return replace(
-        state, usage=state.usage + slots.sum(1).float(), mass=state.mass + slots.sum(1), reads=state.reads + totals
-    )
+    return replace(state, mass=state.mass + slots.sum(1), reads=state.reads + totals)
 
 
 @torch.no_grad()

@@ -18,6 +18,8 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.generation import GenerationMixin
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
+from transformers.models.phi3.modeling_phi3 import Phi3MLP
 
 from probemon.adapters.ltm.cache import NO_BATCHES, PACKED, memory_layer, memory_of, padding_before
 from probemon.adapters.ltm.config import LtmConfig
@@ -26,20 +28,6 @@ from probemon.adapters.ltm.state import MemoryState
 from probemon.adapters.ltm.stats import stats_of
 from probemon.errors import ConfigError, UnsupportedDecoding
 from probemon.host.internals import CACHE_NAME, cache_among
-
-
-class LtmRMSNorm(nn.Module):
-    """Root mean square normalisation."""
-
-    def __init__(self, size: int, eps: float) -> None:
-        super().__init__()
-        self.weight, self.eps = nn.Parameter(torch.ones(size)), eps
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        """Normalise the last dimension."""
-        wide = hidden.float()
-        wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
-        return self.weight * wide.to(hidden.dtype)
 
 
 class LtmAttention(nn.Module):
@@ -55,7 +43,7 @@ class LtmAttention(nn.Module):
         """Attend from `hidden [B, T, D]` within `mask [B, 1, T, S]`."""
         b, t, d = hidden.shape
         query, key, value = self.qkv_proj(hidden).view(b, t, 3, self.n_heads, -1).permute(2, 0, 3, 1, 4)
-        query, key = _rotated(query, *rotation), _rotated(key, *rotation)
+        query, key = apply_rotary_pos_emb(query, key, *rotation)
         if layer is not None:
             key, value = layer.update(key, value)
         if self.config._attn_implementation == "eager":
@@ -66,39 +54,20 @@ class LtmAttention(nn.Module):
         return self.o_proj(attended.transpose(1, 2).reshape(b, t, d))
 
 
-def _rotated(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    first, second = states.chunk(2, dim=-1)
-    return states * cos + torch.cat([-second, first], dim=-1) * sin
-
-
-class LtmMlp(nn.Module):
-    """Gated feed-forward block."""
-
-    def __init__(self, config: LtmConfig) -> None:
-        super().__init__()
-        self.gate_up_proj = nn.Linear(config.hidden_size, 2 * config.intermediate_size, bias=False)
-        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        """Apply it at every token."""
-        gate, up = self.gate_up_proj(hidden).chunk(2, dim=-1)
-        return self.down_proj(functional.silu(gate) * up)
-
-
 class LtmDecoderLayer(GradientCheckpointingLayer):
     """Attention, optional memory, feed-forward."""
 
     def __init__(self, config: LtmConfig, number: int) -> None:
         super().__init__()
         self.number = number
-        self.input_layernorm = LtmRMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.input_layernorm = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
         self.self_attn = LtmAttention(config)
         self.memory: SlotMemory | None = None
         if number in config.memory_layers:
-            self.memory_layernorm = LtmRMSNorm(config.hidden_size, config.rms_norm_eps)
+            self.memory_layernorm = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
             self.memory = SlotMemory(config.memory_shape())
-        self.post_attention_layernorm = LtmRMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.mlp = LtmMlp(config)
+        self.post_attention_layernorm = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.mlp = Phi3MLP(config)
 
     def forward(
         self,
@@ -140,7 +109,7 @@ class LtmPreTrainedModel(PreTrainedModel):
             bias = getattr(module, "bias", None)
             if isinstance(bias, nn.Parameter):
                 nn.init.zeros_(bias)
-        elif isinstance(module, LtmRMSNorm):
+        elif isinstance(module, LlamaRMSNorm):
             nn.init.ones_(module.weight)
         elif isinstance(module, SlotMemory):
             nn.init.constant_(module.log_sharpness, 10.0).log_()
@@ -155,17 +124,9 @@ class LtmModel(LtmPreTrainedModel):
         super().__init__(config)
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(LtmDecoderLayer(config, number) for number in range(config.num_hidden_layers))
-        self.norm = LtmRMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.norm = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
         self.newest: dict[int, MemoryState] = {}  # after the newest forward outside training
         self.post_init()
-
-    def get_input_embeddings(self) -> nn.Module:
-        """Return the token embeddings."""
-        return self.embed_tokens
-
-    def set_input_embeddings(self, value: nn.Module) -> None:
-        """Replace the token embeddings."""
-        self.embed_tokens = value  # type: ignore[assignment]
 
     def forward(
         self,
@@ -236,7 +197,7 @@ class LtmModel(LtmPreTrainedModel):
     def _rotation(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         size = self.config.hidden_size // self.config.num_attention_heads
         steps = torch.arange(0, size, 2, device=positions.device).float() / size
-        angles = positions[:, None, :, None].float() * self.config.rope_theta**-steps
+        angles = positions[..., None].float() * self.config.rope_theta**-steps
         angles = torch.cat([angles, angles], dim=-1)
         return angles.cos().to(dtype), angles.sin().to(dtype)
 
@@ -249,14 +210,6 @@ class LtmForCausalLM(LtmPreTrainedModel, GenerationMixin):
         self.model = LtmModel(config)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
-
-    def get_output_embeddings(self) -> nn.Module:
-        """Return the head."""
-        return self.lm_head
-
-    def set_output_embeddings(self, new_embeddings: nn.Module) -> None:
-        """Replace the head."""
-        self.lm_head = new_embeddings  # type: ignore[assignment]
 
     def forward(
         self,
@@ -335,10 +288,6 @@ class LtmForCausalLM(LtmPreTrainedModel, GenerationMixin):
 def _check_positions(position_ids: Tensor | None, positions: Tensor, valid: Tensor) -> None:
     if position_ids is None:
         return
-    position_ids = (
-        position_ids.to(positions.device).expand_as(positions)
-        if position_ids.dim() == 2
-        else position_ids[None].expand_as(positions)
-    )
+    position_ids = position_ids.to(positions.device).expand_as(positions)
     if not bool(((position_ids == positions) | ~valid).all()):
         raise UnsupportedDecoding(PACKED)

@@ -12,7 +12,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -23,48 +22,25 @@ from transformers import DynamicCache
 from probemon.adapters.ltm.cache import KeepsMemory, memory_layer
 from probemon.adapters.ltm.state import MemoryState
 from probemon.errors import ConfigError, ModelMismatch
+from probemon.host.fingerprint import active_adapters_fingerprint
+from probemon.host.model import model_state
 from probemon.util.checks import check_path
-from probemon.util.files import replace_file, save_tensors
+from probemon.util.files import replacing, save_tensors
 
 _FORMAT = "probemon-memory-1"
 _FIELDS = tuple(MemoryState.__dataclass_fields__)
-# PEFT settings that do not change an adapter's output
-_NOT_OF_ADAPTERS = {
-    "base_model_name_or_path",
-    "revision",
-    "peft_version",
-    "task_type",
-    "auto_mapping",
-    "inference_mode",
-}
 
 
 def model_hash(model: Any) -> str:
-    """Return a hash of a model's configuration, weights, and active PEFT adapters with their settings."""
+    """Return a hash of a model's configuration, weights, and active adapters with their settings."""
     config = {
         key: value
         for key, value in model.config.to_dict().items()
         if key not in ("transformers_version", "_name_or_path", "memory_slots", "use_cache", "architectures", "dtype")
     }
-    active_adapters = {
-        name: [
-            list(module.active_adapters),
-            list(module.merged_adapters),
-            module.disable_adapters,
-            dict(getattr(module, "scaling", {})),
-        ]
-        for name, module in model.named_modules()
-        if hasattr(module, "base_layer") and hasattr(module, "active_adapters")
-    }
-    adapters = {
-        name: {
-            key: sorted(map(str, value)) if isinstance(value, set) else value
-            for key, value in vars(settings).items()
-            if key not in _NOT_OF_ADAPTERS
-        }
-        for name, settings in getattr(model, "peft_config", {}).items()
-    }
-    digest = hashlib.sha256(json.dumps([config, active_adapters, adapters], sort_keys=True, default=str).encode())
+    state = model_state(model)
+    adapters = [state.adapters, state.adapters_merged, active_adapters_fingerprint(model, state.adapters)]
+    digest = hashlib.sha256(json.dumps([config, adapters], sort_keys=True, default=str).encode())
     for name, tensor in sorted(model.state_dict().items()):
         digest.update(name.encode())
         digest.update(tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes())
@@ -94,17 +70,10 @@ def export_memory(model: Any, past_key_values: Any, path: str | os.PathLike[str]
         )
     if not tensors:
         raise ConfigError("this cache holds no memory: give the past_key_values of a model with memory slots")
-    target.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(prefix=f".{target.name}-", dir=target.parent)
-    os.close(handle)
-    try:
-        metadata = {"format": _FORMAT, "host": model_hash(model), "columns": str(n_columns)}
-        copies = {key: value.detach().contiguous().clone() for key, value in tensors.items()}
-        save_tensors(Path(name), copies, metadata)
-        replace_file(name, target)
-    except BaseException:
-        os.unlink(name)
-        raise
+    metadata = {"format": _FORMAT, "host": model_hash(model), "columns": str(n_columns)}
+    copies = {key: value.detach().contiguous().clone() for key, value in tensors.items()}
+    with replacing(target) as temporary:
+        save_tensors(temporary, copies, metadata)
     return target
 
 

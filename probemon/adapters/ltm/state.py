@@ -24,7 +24,7 @@ SEGMENT = (
     "kept", "written", "replaced", "mass_kept", "gate_written", "gate_rejected",
     "surprise", "surprise_p95", "surprise_over_one", "age_at_eviction",
 )  # fmt: skip
-_SLOTTED = ("keys", "values", "strength", "age", "usage", "position", "token", "mass")  # fields [B, M, ...]
+_SLOTTED = ("keys", "values", "strength", "age", "position", "token", "mass")  # fields [B, M, ...]
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class MemoryState:
 
     - `keys`, `values` `[B, M, d]`: keys are unit vectors.
     - `strength [B, M]` fp32: up to 1; 0 if empty.
-    - `age [B, M]` int64, `usage [B, M]` fp32: segments and reads since the write.
+    - `age [B, M]` int64: segments since the write.
     - `position`, `token` `[B, M]` int64: of the token written, or -1.
     - `features [B, C, D]`, `ids [B, C]`: of the open segment.
     - `last [B, D]`: the hidden state before it.
@@ -48,7 +48,6 @@ class MemoryState:
     values: Tensor
     strength: Tensor
     age: Tensor
-    usage: Tensor
     position: Tensor
     token: Tensor
     features: Tensor
@@ -75,7 +74,6 @@ class MemoryState:
             values=zeros(b, m, d),
             strength=zeros(b, m, kind=single),
             age=zeros(b, m, kind=whole),
-            usage=zeros(b, m, kind=single),
             position=zeros(b, m, kind=whole) - 1,
             token=zeros(b, m, kind=whole) - 1,
             features=zeros(b, c, shape.hidden_size),
@@ -129,14 +127,10 @@ class MemoryState:
         order = torch.argsort(self.effective(decay), dim=1, descending=True, stable=True)[:, :n_slots]
         order = order.sort(dim=1).values
 
-        def selected(tensor: Tensor) -> Tensor:
-            index = order.reshape(*order.shape, *[1] * (tensor.dim() - 2)).expand(-1, -1, *tensor.shape[2:])
-            return tensor.gather(1, index)
-
         return replace(
             self,
-            **{name: selected(getattr(self, name)) for name in _SLOTTED},
-            history_mass=self.history_mass.gather(2, order[:, None].expand(-1, HISTORY, -1)),
+            **{name: taken_at(getattr(self, name), order) for name in _SLOTTED},
+            history_mass=torch.take_along_dim(self.history_mass, order[:, None], dim=2),
         )
 
     def grown(self, n_slots: int) -> MemoryState:
@@ -152,3 +146,8 @@ class MemoryState:
             name: extended(getattr(self, name), 1, -1 if name in ("position", "token") else 0) for name in _SLOTTED
         }
         return replace(self, **slotted, history_mass=extended(self.history_mass, 2, 0))
+
+
+def taken_at(values: Tensor, index: Tensor) -> Tensor:
+    """Return `[B, k, ...]`: `values [B, N, ...]` at `index [B, k]`."""
+    return torch.take_along_dim(values, index.reshape(*index.shape, *[1] * (values.dim() - 2)), dim=1)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -22,17 +22,6 @@ def entropy(shares: Numbers) -> Numbers:
     logs = np.log(np.where(shares > 0, shares, 1.0))
     entropies: Numbers = -(shares * logs).sum(axis=-1)
     return entropies
-
-
-def read_metrics(p: Numbers) -> dict[str, float]:
-    """Return metrics of reads `[N, 1 + M]`, the null slot first."""
-    p = np.asarray(p, dtype=np.float64)
-    whole = p[:, 1:].sum(axis=1)
-    has_reads = whole > 0
-    entropies = entropy(p[has_reads, 1:] / whole[has_reads, None])
-    return metrics_of_sums(
-        p[:, 1:].sum(axis=0), len(p), float(p[:, 0].sum()), float(entropies.sum()), int(has_reads.sum())
-    )
 
 
 def metrics_of_sums(mass: Numbers, n: float, null: float, entropies: float, n_entropies: float) -> dict[str, float]:
@@ -76,13 +65,6 @@ def key_metrics(keys: Numbers) -> dict[str, float]:
     }
 
 
-def surprises(values: Numbers, known: Numbers) -> Numbers:
-    """Return relative squared distances of values `[C, d]` to known ones."""
-    values, known = np.asarray(values, dtype=np.float64), np.asarray(known, dtype=np.float64)
-    far: Numbers = ((values - known) ** 2).sum(axis=-1) / (values**2).sum(axis=-1)
-    return far
-
-
 def row_stats(state: MemoryState, row: int, memory: SlotMemory) -> dict[str, Any]:
     """Return metrics of one row, over its newest 8 segments and the open one."""
     shape = memory.shape
@@ -113,7 +95,7 @@ def row_stats(state: MemoryState, row: int, memory: SlotMemory) -> dict[str, Any
         "gate_rejected": _mean(by_name["gate_rejected"]),
         "write_rate": _mean(by_name["written"]) / shape.segment,
         "replaced": _mean(by_name["replaced"]),
-        "age_at_eviction": _median(by_name["age_at_eviction"]),
+        "age_at_eviction": _mean(by_name["age_at_eviction"], np.median),
         "age_read": float((shares * _numbers(row_state.age)[0]).sum()) if whole > 0 else math.nan,
         "compression": _mean(by_name["kept"]) / shape.segment,
         "gate_mass_kept": _mean(by_name["mass_kept"]),
@@ -202,11 +184,6 @@ def _numbers(tensor: Any) -> Any:
     return tensor.detach().double().cpu().numpy() if tensor.is_floating_point() else tensor.cpu().numpy()
 
 
-def _mean(values: Numbers) -> float:
+def _mean(values: Numbers, mean: Callable[[Numbers], Any] = np.mean) -> float:
     present = values[~np.isnan(values)]
-    return float(present.mean()) if len(present) else math.nan
-
-
-def _median(values: Numbers) -> float:
-    present = values[~np.isnan(values)]
-    return float(np.median(present)) if len(present) else math.nan
+    return float(mean(present)) if len(present) else math.nan

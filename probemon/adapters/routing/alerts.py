@@ -1,4 +1,4 @@
-"""Alerts on routing metrics, raised past one threshold and cleared past another.
+"""Statistics of routers, and alerts on them, raised past one threshold and cleared past another.
 
 A window is full when it holds enough tokens that count for the metric; non-finite decisions never do. Rules without
 full windows are `unjudged`.
@@ -8,17 +8,20 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import InitVar, dataclass, replace
 
 import numpy as np
+import torch
 
 from probemon.adapters.bem.config import LEVELS
-from probemon.adapters.routing.decisions import BEM, MOE, SLOTS, XLORA, Numbers, Stream
+from probemon.adapters.bem.memory import gpu_memory
+from probemon.adapters.routing.decisions import BEM, MOE, SLOTS, XLORA, Changes, Decisions, Numbers, Stream
 from probemon.adapters.routing.statistics import METRICS, RoutingStatistics, over
 from probemon.core.hierarchy import Ints, Mask
 from probemon.errors import ConfigError
-from probemon.util.checks import is_int, is_number, shown
+from probemon.util.checks import check_choice, check_count, is_number, shown
+from probemon.util.host_memory import process_memory
 
 MEMORY = "memory_share"  # of the machine
 # Windows whose median is a baseline; odd, so that two bad ones are outvoted.
@@ -26,6 +29,8 @@ _BASELINE = 5
 _PER_EXPERT = 100  # choices per expert in a window of `each_expert`
 _DISTRIBUTIONS, _ALL = (MOE, XLORA), (MOE, XLORA, BEM, SLOTS)
 _VARYING = ("chunk", "token")  # levels that change within a sequence
+WINDOW = 256  # tokens; rule windows are multiples of it
+Memory = Callable[[], tuple[int, int]]  # bytes in use, total bytes
 Baseline = Mapping[tuple[Stream, str, int], float]  # by stream, metric, window size
 
 
@@ -58,32 +63,24 @@ class AlertRule:
     def __post_init__(self) -> None:
         if not isinstance(self.kind, str) or not self.kind:
             raise ConfigError(f"a rule's kind is {self.kind!r}: give the name that its alerts go by")
-        if self.metric not in (*METRICS, MEMORY):
-            raise ConfigError(
-                f"rule {self.kind!r}: {self.metric!r} is not a routing metric: there are"
-                f" {', '.join((*METRICS, MEMORY))}"
-            )
+        rule = f"rule {self.kind!r}"
+        check_choice(f"{rule}: metric", self.metric, (*METRICS, MEMORY))
         if not is_number(self.raise_at) or not is_number(self.clear_at) or self.raise_at == self.clear_at:
             raise ConfigError(
-                f"rule {self.kind!r}: raise_at is {shown(self.raise_at)}, clear_at {shown(self.clear_at)}: give two"
-                " numbers that differ, else it flaps"
+                f"{rule}: raise_at is {shown(self.raise_at)}, clear_at {shown(self.clear_at)}: give two numbers that"
+                " differ, else it flaps"
             )
-        if not is_int(self.window) or not is_int(self.in_a_row) or self.window < 1 or self.in_a_row < 1:
-            raise ConfigError(
-                f"rule {self.kind!r}: window is {shown(self.window)}, in_a_row {shown(self.in_a_row)}: give 1 or more"
-            )
+        for name in ("window", "in_a_row"):
+            check_count(f"{rule}: {name}", getattr(self, name), least=1, remedy="give 1 or more")
         if self.at_once and (self.in_a_row > 1 or self.drift or self.each_expert or self.of_all):
             raise ConfigError(
-                f"rule {self.kind!r}: at_once needs no full window, so give in_a_row=1, no drift, no each_expert, and a"
+                f"{rule}: at_once needs no full window, so give in_a_row=1, no drift, no each_expert, and a"
                 " metric of each router"
             )
         for name, values, choices in (("sources", self.sources, _ALL), ("levels", self.levels, LEVELS)):
-            if not isinstance(values, (tuple, list)) or not all(value in choices for value in values):
-                raise ConfigError(
-                    f"rule {self.kind!r}: {name} is {values!r}: give a tuple of some of {', '.join(choices)}"
-                )
-        if not self.sources:
-            raise ConfigError(f"rule {self.kind!r}: it is for no sources: give some of {', '.join(_ALL)}")
+            listed = isinstance(values, (tuple, list)) and all(value in choices for value in values)
+            if not listed or (name == "sources" and not values):
+                raise ConfigError(f"{rule}: {name} is {values!r}: give a tuple of some of {', '.join(choices)}")
 
     @property
     def of_all(self) -> bool:
@@ -234,9 +231,6 @@ class Alerts:
         """Alerts in force, oldest first."""
         return sorted(self._now.values(), key=lambda alert: alert.at)
 
-    def _all_watches(self) -> Iterator[_Watch]:
-        return itertools.chain.from_iterable(self._watches.values())
-
     @property
     def unjudged(self) -> list[tuple[AlertRule, int]]:
         """Rules that cannot judge every stream yet, with the tokens they need."""
@@ -245,7 +239,7 @@ class Alerts:
                 watch.rule,
                 watch.rule.needs(*self._sizes) - (watch.size * _BASELINE if watch.has_given_baseline.all() else 0),
             )
-            for watch in self._all_watches()
+            for watch in itertools.chain.from_iterable(self._watches.values())
             if (watch.n_judged < watch.rule.n_windows).any()
         ]
 
@@ -253,7 +247,7 @@ class Alerts:
         """Return the known baselines of drifts."""
         return {
             (self._streams[int(stream)], watch.rule.metric, watch.size): float(value)
-            for watch in self._all_watches()
+            for watch in itertools.chain.from_iterable(self._watches.values())
             if watch.rule.drift and not watch.rule.of_all
             for stream, value in zip(watch.which, watch.baseline, strict=True)
             if not math.isnan(value)
@@ -342,18 +336,71 @@ class Alerts:
         for i in np.flatnonzero(watch.streak >= rule.in_a_row).tolist():
             watch.raised[i], watch.streak[i] = not watch.raised[i], 0
             stream = None if rule.of_all else self._streams[int(watch.which[i])]
-            alert = Alert(
-                raised=bool(watch.raised[i]),
-                kind=rule.kind,
-                metric=rule.metric,
-                stream=stream,
-                value=float(values[i]),
-                threshold=float(threshold[i]),
-                at=at,
-                drift=rule.drift,
-            )
+            value, passed = float(values[i]), float(threshold[i])
+            alert = Alert(bool(watch.raised[i]), rule.kind, rule.metric, stream, value, passed, at, rule.drift)
             if alert.raised:
                 self._now[watch.number, i] = alert
             else:
                 del self._now[watch.number, i]
             yield alert
+
+
+class Tally:
+    """Statistics and alerts of S streams that decide about the same tokens.
+
+    - `codes`: streams give codes, not distributions.
+    - `memory`: called once a window.
+    - `baseline`: reference for drifts.
+    """
+
+    def __init__(
+        self,
+        streams: Sequence[Stream],
+        n_experts: int,
+        n_chosen: int = 1,
+        *,
+        codes: bool = False,
+        rules: Sequence[AlertRule] = DEFAULT_RULES,
+        window: int = WINDOW,
+        memory: Memory = lambda: (0, 0),
+        baseline: Baseline | None = None,
+    ) -> None:
+        self.streams = list(streams)
+        self.alerts = Alerts(rules, self.streams, n_experts, n_chosen, window, baseline)
+        self.memory_watermark_bytes = 0
+        self._memory, self._size = memory, window
+        self._past = RoutingStatistics(len(self.streams), n_experts, n_chosen, codes=codes)
+        self._window = self._past.empty()
+
+    def add(self, decisions: Decisions, changes: Changes, latency_us: float) -> list[Alert]:
+        """Add decisions about n tokens, each made in `latency_us`; return the alerts raised or cleared."""
+        alerts: list[Alert] = []
+        begin, n = 0, len(decisions)
+        while begin < n:
+            end = min(n, begin + self._size - self._window.n_tokens)
+            if begin == 0 and end == n:
+                self._window.add(decisions, changes)
+            else:
+                self._window.add(decisions.take(np.arange(begin, end)), changes.take(slice(begin, end)))
+            self._window.latency.add(latency_us, (end - begin) * len(self.streams))
+            begin = end
+            alerts += self.alerts.add_partial(self._window)
+            if self._window.n_tokens == self._size:
+                used, most = self._memory()
+                self.memory_watermark_bytes = max(self.memory_watermark_bytes, used)
+                alerts += self.alerts.add(self._window, used / most if most else float("nan"))
+                self._past.merge(self._window)
+                self._window = self._window.empty()
+        return alerts
+
+    def total(self) -> RoutingStatistics:
+        """Return the statistics so far."""
+        total = self._past.empty()
+        total.merge(self._past)
+        total.merge(self._window)
+        return total
+
+
+def memory_of(device: torch.device) -> Memory:
+    """Return a function that gives bytes in use and total bytes, of a GPU or this process."""
+    return gpu_memory(device) if device.type == "cuda" else process_memory

@@ -82,9 +82,7 @@ class Decisions:
         n_streams, n = raw.shape[:2]
         unknown = np.full(n, np.nan, dtype=np.float32)
         defaults = {
-            "confidence": unknown,
-            "sigma1": unknown,
-            "delta_rel_norm": unknown,
+            **dict.fromkeys(("confidence", "sigma1", "delta_rel_norm"), unknown),
             "decided": np.ones((n_streams, n), bool),
             "fallback": np.zeros(n, bool),
         }

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict, deque
-from collections.abc import Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any, cast
 
@@ -28,7 +28,6 @@ from probemon.adapters.bem.measures import names_of
 from probemon.adapters.routing.decisions import BEM, Decisions, Numbers, Singles
 from probemon.adapters.routing.recorder import Routing
 from probemon.adapters.routing.records import RoutingRecord
-from probemon.adapters.routing.routers import BemController
 from probemon.errors import ConfigError
 from probemon.tracking.align import PlacedTokens
 from probemon.util.checks import LARGEST, check_count, check_number
@@ -62,6 +61,23 @@ class FormLimits:
                 check_number(limit.name, value, low=0, high=LARGEST, remedy="give 0 or more, or None for no alert")
 
 
+class _Newest:
+    """Arrays about the newest tokens, of `most` or somewhat more; the first of a batch has a row for each."""
+
+    def __init__(self, most: int) -> None:
+        self._most, self.n = most, 0
+        self._batches: deque[tuple[Singles, ...]] = deque()
+
+    def add(self, *arrays: Singles) -> None:
+        self._batches.append(arrays)
+        self.n += len(arrays[0])
+        while self.n - len(self._batches[0][0]) >= self._most:
+            self.n -= len(self._batches.popleft()[0])
+
+    def joined(self) -> list[Singles]:
+        return [np.concatenate(parts) for parts in zip(*self._batches, strict=True)]
+
+
 class FormRecorder:
     """Records codes and update sizes of the last `most_tokens` tokens of `routing`.
 
@@ -76,7 +92,8 @@ class FormRecorder:
             raise ConfigError(f"{type(bem).__name__} is not an adapter: give what attach_bem returned")
         if bem.config.form == "low_rank":
             raise ConfigError("this adapter's form is low_rank: watch its codes with RoutingMonitor(model, bem=bem)")
-        if not isinstance(routing, Routing) or not routing.watches(bem):
+        source = routing.source_of(bem) if isinstance(routing, Routing) else None
+        if source is None:
             raise ConfigError(
                 "routing does not watch this adapter: give RoutingMonitor(model, bem=bem), or the Routing(bem=bem) that"
                 " follows a run"
@@ -84,17 +101,10 @@ class FormRecorder:
         if limits is not None and not isinstance(limits, FormLimits):
             raise ConfigError(f"limits is {limits!r}: give FormLimits(...) of probemon.adapters.routing.form_recorder")
         self._limits = limits or FormLimits()
-        self._bem, self._most = bem, check_count("most_tokens", most_tokens, least=1)
-        [self._source] = [
-            source for source in routing.sources if isinstance(source, BemController) and source.bem is bem
-        ]
-        # Keys as in `_takes`.
-        self._codes: dict[str, deque[Singles]] = {}
-        self._pairs: dict[str, deque[Singles]] = {}
-        self._shares: dict[str, deque[Singles]] = {}  # `[m, sites]`: share of updates left by limits
-        self._n: dict[str, int] = {}
-        self._sizes: deque[Singles] = deque()
-        self._n_sizes = 0
+        self._bem, self._source, self._most = bem, source, check_count("most_tokens", most_tokens, least=1)
+        # Codes, pairs of neighbours, and shares of updates left by limits `[m, sites]`; keys as in `_takes`.
+        self._taken: dict[str, _Newest] = {}
+        self._sizes = _Newest(self._most)
         self._last: OrderedDict[tuple[str, int, str], tuple[int, Singles]] = OrderedDict()
         routing.listen(self._take)
         self._source.measure()
@@ -108,23 +118,14 @@ class FormRecorder:
         if record.source != BEM or decisions.level is None:
             return
         if decisions.measured is not None:
-            self._sizes.append(decisions.measured)
-            self._n_sizes += len(decisions)
-            while self._n_sizes - len(self._sizes[0]) >= self._most:
-                self._n_sizes -= len(self._sizes.popleft())
+            self._sizes.add(decisions.measured)
         shares = self._shares_of(decisions)
         streams = [stream.level for stream in self._source.streams]
         for level in set(self._takes().values()):
             n = np.arange(len(placed))
             codes = decisions.raw[streams.index(level) if level else decisions.level, n]
-            self._codes.setdefault(level, deque()).append(codes)
-            self._pairs.setdefault(level, deque()).append(self._neighbours(placed, record.request_id, level, codes))
-            self._shares.setdefault(level, deque()).append(shares)
-            self._n[level] = self._n.get(level, 0) + len(codes)
-            while self._n[level] - len(self._codes[level][0]) >= self._most:
-                self._n[level] -= len(self._codes[level].popleft())
-                self._pairs[level].popleft()
-                self._shares[level].popleft()
+            pairs = self._neighbours(placed, record.request_id, level, codes)
+            self._taken.setdefault(level, _Newest(self._most)).add(codes, pairs, shares)
 
     def _shares_of(self, decisions: Decisions) -> Singles:
         """Shares of updates left by the limits `[m, sites]`; NaN if not measured."""
@@ -167,65 +168,57 @@ class FormRecorder:
         """
         by_site, levels, sizes = {}, self._takes(), self._measured()
         for i, site in enumerate(self._bem.sites):
-            if not self._n.get(levels[site.name]):
+            taken = self._taken.get(levels[site.name])
+            if taken is None or not taken.n:
                 continue
             form = cast(Form, self._bem.updates[site.key])
-            codes, pairs, shares = (
-                torch.from_numpy(np.concatenate(list(arrays_by_level[levels[site.name]]))).to(next(form.parameters()))
-                for arrays_by_level in (self._codes, self._pairs, self._shares)
-            )
+            codes, pairs, shares = (torch.from_numpy(array).to(next(form.parameters())) for array in taken.joined())
             records = _records(form, codes, pairs, shares[:, i])
             by_site[site.name] = {"n_tokens": len(codes), **records, **sizes.get(site.name, {})}
         return by_site
 
     def _measured(self) -> dict[str, dict[str, Any]]:
         sizes_by_site: dict[str, dict[str, Any]] = {}
-        if not self._n_sizes:
+        if not self._sizes.n:
             return sizes_by_site
         by_site: dict[str, dict[str, Numbers]] = {}
-        every = np.concatenate(list(self._sizes)).astype(np.float64)
-        for (site, name), values in zip(names_of(self._bem), every.T, strict=True):
+        [every] = self._sizes.joined()
+        for (site, name), values in zip(names_of(self._bem), every.astype(np.float64).T, strict=True):
             by_site.setdefault(site, {})[name] = values
         for site, sizes in by_site.items():
             energies = [sizes[name] for name in sizes if name.startswith("energy")]
             sizes_by_site[site] = {
-                **{name: _mean(sizes[name]) for name in ("ratio", "moved")},
-                **{f"{name}_p95": _quantile(sizes[name], 0.95) for name in ("ratio", "moved")},
+                **{name: _of_finite(np.mean, sizes[name]) for name in ("ratio", "moved")},
+                **{f"{name}_p95": _of_finite(np.quantile, sizes[name], 0.95) for name in ("ratio", "moved")},
                 "n_sizes_not_finite": int((~np.isfinite(sizes["ratio"])).sum()),
             }
             if energies:
-                sizes_by_site[site]["energy"] = [_mean(values) for values in energies]
+                sizes_by_site[site]["energy"] = [_of_finite(np.mean, values) for values in energies]
                 sizes_by_site[site]["n_silent"] = [int((~np.isfinite(values)).sum()) for values in energies]
         return sizes_by_site
 
     def alerts(self) -> list[str]:
         """Return a sentence for each problem of a site."""
-        sentences, limits = [], self._limits
-        for name, record in self.report().items():
-            label = f"{self._bem.config.form} {name}"
-
-            def past(metric: str, limit: float | None, record: Mapping[str, Any] = record) -> bool:
-                return limit is not None and (record.get(metric) or 0) > limit
-
-            if past("dead", limits.dead):
-                sentences.append(f"{label}: {record['dead']:.0%} of components are almost never kept (dead)")
-            if past("saturated", limits.saturated):
-                sentences.append(
-                    f"{label}: {record['saturated']:.0%} of outputs are stretched to the bound (saturated)"
-                )
-            if past("gate_correlation", limits.correlated):
-                sentences.append(f"{label}: two gates say the same (correlation {record['gate_correlation']:.2f})")
-            if past("ratio_p95", limits.ratio):
-                times = f"{record['ratio_p95']:.2g} times as large as the site's own output"
-                sentences.append(f"{label}: at one token in twenty the update is {times}")
-            if past("moved_p95", limits.moved):
-                share = f"{record['moved_p95']:.0%} of it"
-                sentences.append(f"{label}: at one token in twenty the update moves the hidden state by {share}")
-            if record.get("n_not_finite", 0):
-                sentences.append(f"{label}: codes of {record['n_not_finite']} tokens were not finite")
-            if record.get("n_sizes_not_finite", 0):
-                sentences.append(f"{label}: sizes of updates of {record['n_sizes_not_finite']} tokens were not finite")
-        return sentences
+        limits = self._limits
+        past = (  # metric, limit, sentence
+            ("dead", limits.dead, "{:.0%} of components are almost never kept (dead)"),
+            ("saturated", limits.saturated, "{:.0%} of outputs are stretched to the bound (saturated)"),
+            ("gate_correlation", limits.correlated, "two gates say the same (correlation {:.2f})"),
+            (
+                "ratio_p95",
+                limits.ratio,
+                "at one token in twenty the update is {:.2g} times as large as the site's own output",
+            ),
+            ("moved_p95", limits.moved, "at one token in twenty the update moves the hidden state by {:.0%} of it"),
+            ("n_not_finite", 0, "codes of {} tokens were not finite"),
+            ("n_sizes_not_finite", 0, "sizes of updates of {} tokens were not finite"),
+        )
+        return [
+            f"{self._bem.config.form} {name}: {sentence.format(record[metric])}"
+            for name, record in self.report().items()
+            for metric, limit, sentence in past
+            if limit is not None and (record.get(metric) or 0) > limit
+        ]
 
 
 def _records(form: Form, codes: Tensor, pairs: Tensor, shares: Tensor) -> dict[str, Any]:
@@ -308,11 +301,6 @@ def _n_not_finite(codes: Tensor) -> int:
     return int((~codes.isfinite().all(dim=1)).sum())
 
 
-def _mean(values: Numbers) -> float | None:
+def _of_finite(function: Callable[..., Any], values: Numbers, *arguments: float) -> float | None:
     finite = values[np.isfinite(values)]
-    return float(finite.mean()) if len(finite) else None
-
-
-def _quantile(values: Numbers, q: float) -> float | None:
-    finite = values[np.isfinite(values)]
-    return float(np.quantile(finite, q)) if len(finite) else None
+    return float(function(finite, *arguments)) if len(finite) else None

@@ -27,13 +27,12 @@ import numpy as np
 import torch
 from torch import nn
 
-from probemon.adapters.routing.alerts import Alert
+from probemon.adapters.routing.alerts import Alert, Memory
 from probemon.adapters.routing.sketch import LogSketch
 from probemon.adapters.routing.statistics import QUANTILES
-from probemon.adapters.routing.tally import Memory
 from probemon.errors import ConfigError
 from probemon.tracking.watched_threads import WatchedThreads
-from probemon.util.checks import LARGEST, check_count, check_number
+from probemon.util.checks import LARGEST, check_choice, check_count, check_number, check_share
 
 KINDS = ("forward", "controller", "token")
 SPIKE = "memory spike"
@@ -56,11 +55,9 @@ class LatencyLimit:
     in_a_row: int = 2
 
     def __post_init__(self) -> None:
-        if self.kind not in KINDS:
-            raise ConfigError(f"a latency limit's kind is {self.kind!r}: give one of {', '.join(KINDS)}")
-        remedy = "give a number over 0"
-        check_number("seconds", self.seconds, low=0, high=LARGEST, open_low=True, remedy=remedy)
-        check_number("quantile", self.quantile, low=0, high=1, open_low=True, open_high=True, remedy="give 0.95, say")
+        check_choice("a latency limit's kind", self.kind, KINDS)
+        check_number("seconds", self.seconds, low=0, high=LARGEST, open_low=True, remedy="give a number over 0")
+        check_share("quantile", self.quantile, remedy="give 0.95, say")
         clear = self.seconds * 0.8 if self.clear_seconds is None else self.clear_seconds
         remedy = f"give a number over 0 and under seconds ({self.seconds}), else it flaps"
         check_number("clear_seconds", clear, low=0, high=self.seconds, open_low=True, open_high=True, remedy=remedy)
@@ -88,8 +85,7 @@ class MemorySpike:
     every: int = 16
 
     def __post_init__(self) -> None:
-        remedy = "give a number over 1"
-        check_number("rise", self.rise, low=1, high=LARGEST, open_low=True, remedy=remedy)
+        check_number("rise", self.rise, low=1, high=LARGEST, open_low=True, remedy="give a number over 1")
         remedy = f"give 1 or more, and less than rise ({self.rise}), else it flaps"
         check_number("clear", self.clear, low=1, high=self.rise, open_high=True, remedy=remedy)
         check_count("least_bytes", self.least_bytes, remedy="give 0 or more")
@@ -103,7 +99,7 @@ class Durations:
     def __init__(self, kind: str, limits: Sequence[LatencyLimit]) -> None:
         self.kind, self.sketch = kind, LogSketch()
         self.counts, self.total = [0] * (len(BUCKETS) + 1), 0.0
-        self._limits = [_Held(limit) for limit in limits if limit.kind == kind]
+        self.limits = [_Limited(limit) for limit in limits if limit.kind == kind]
 
     def add(self, seconds: float, count: int = 1) -> list[Alert]:
         """Add a duration `count` times; return the alerts raised or cleared."""
@@ -111,16 +107,7 @@ class Durations:
         self.sketch.add(seconds, count)
         self.counts[bisect.bisect_left(BUCKETS, seconds)] += count
         self.total += seconds * count
-        alerts: list[Alert] = []
-        for held in self._limits:
-            for _ in range(count):
-                alerts += held.add(seconds, self.sketch.n)
-        return alerts
-
-    @property
-    def raised(self) -> list[Alert]:
-        """Alerts in force."""
-        return [held.raised for held in self._limits if held.raised is not None]
+        return [alert for held in self.limits for _ in range(count) for alert in held.add(seconds, self.sketch.n)]
 
     def report(self) -> dict[str, Any]:
         """Return count and quantiles (None without any)."""
@@ -129,11 +116,31 @@ class Durations:
 
 
 class _Held:
-    def __init__(self, limit: LatencyLimit) -> None:
-        self.limit = limit
+    """An alert that is raised, or cleared, after `in_a_row` values past a threshold."""
+
+    def __init__(self, kind: str, metric: str, in_a_row: int = 1) -> None:
+        self.kind, self.metric, self.in_a_row = kind, metric, in_a_row
         self.raised: Alert | None = None
-        self._window: list[float] = []
         self._streak = 0
+
+    def judge(self, value: float, raise_at: float, clear_at: float, at: int, *, matters: bool = True) -> list[Alert]:
+        """Take a value, which raises the alert over `raise_at` if it `matters`, and clears it under `clear_at`."""
+        threshold = raise_at if self.raised is None else clear_at
+        past = value > threshold and matters if self.raised is None else value < threshold
+        self._streak = self._streak + 1 if past else 0
+        if self._streak < self.in_a_row:
+            return []
+        self._streak = 0
+        alert = Alert(self.raised is None, self.kind, self.metric, None, value, threshold, at)
+        self.raised = alert if alert.raised else None
+        return [alert]
+
+
+class _Limited(_Held):
+    def __init__(self, limit: LatencyLimit) -> None:
+        super().__init__(limit.alert, f"{limit.kind}_p{100 * limit.quantile:g}_seconds", limit.in_a_row)
+        self.limit = limit
+        self._window: list[float] = []
 
     def add(self, seconds: float, at: int) -> list[Alert]:
         limit = self.limit
@@ -143,73 +150,26 @@ class _Held:
         value = float(np.quantile(self._window, limit.quantile, method="higher"))
         self._window = []
         assert limit.clear_seconds is not None
-        past = value > limit.seconds if self.raised is None else value < limit.clear_seconds
-        self._streak = self._streak + 1 if past else 0
-        if self._streak < limit.in_a_row:
-            return []
-        self._streak = 0
-        raised = self.raised is None
-        metric = f"{limit.kind}_p{100 * limit.quantile:g}_seconds"
-        alert = Alert(
-            raised=raised,
-            kind=limit.alert,
-            metric=metric,
-            stream=None,
-            value=value,
-            threshold=limit.seconds if raised else limit.clear_seconds,
-            at=at,
-        )
-        self.raised = alert if raised else None
-        return [alert]
+        return self.judge(value, limit.seconds, limit.clear_seconds, at)
 
 
-class Spikes:
+class Spikes(_Held):
     """Memory in use against its running median."""
 
     def __init__(self, rule: MemorySpike) -> None:
+        super().__init__(SPIKE, "memory_bytes")
         self.rule = rule
-        self.raised: Alert | None = None
         self._looks: deque[int] = deque(maxlen=rule.window)
-
-    @property
-    def median(self) -> float:
-        """Median of the looks, else NaN."""
-        return statistics.median(self._looks) if self._looks else math.nan
 
     def add(self, used: int, at: int) -> list[Alert]:
         """Add a look; return alerts raised or cleared."""
-        rule, median = self.rule, self.median
+        rule, median = self.rule, statistics.median(self._looks) if self._looks else math.nan
         enough = len(self._looks) >= max(3, rule.window // 4)
         self._looks.append(used)
         if not enough:
             return []
-        if self.raised is None:
-            if used <= rule.rise * median or used - median < rule.least_bytes:
-                return []
-            self.raised = Alert(
-                raised=True,
-                kind=SPIKE,
-                metric="memory_bytes",
-                stream=None,
-                value=float(used),
-                threshold=rule.rise * median,
-                at=at,
-            )
-            return [self.raised]
-        if used >= rule.clear * median:
-            return []
-        self.raised = None
-        return [
-            Alert(
-                raised=False,
-                kind=SPIKE,
-                metric="memory_bytes",
-                stream=None,
-                value=float(used),
-                threshold=rule.clear * median,
-                at=at,
-            )
-        ]
+        matters = used - median >= rule.least_bytes
+        return self.judge(float(used), rule.rise * median, rule.clear * median, at, matters=matters)
 
 
 class Latencies:
@@ -227,11 +187,12 @@ class Latencies:
     ) -> None:
         self._modules = {"forward": host, "controller": controller}
         self.kinds = {kind: Durations(kind, limits) for kind in KINDS if kind != "controller" or controller is not None}
-        self.limits = tuple(limits)
         for limit in limits:
             if limit.kind not in self.kinds:
                 raise ConfigError("a latency limit is for the controller, and no BEM adapter is watched: give bem=")
         self.spikes = None if spike is None else Spikes(spike)
+        self._held: list[_Held] = [held for durations in self.kinds.values() for held in durations.limits]
+        self._held += [] if self.spikes is None else [self.spikes]
         self._memory, self._report, self._clock = memory, report, clock
         self._begun, self._lock, self._stack = threading.local(), threading.Lock(), ExitStack()
         self._n_forwards, self._threads = 0, WatchedThreads(one_thread=False)
@@ -244,8 +205,8 @@ class Latencies:
         with ExitStack() as stack:
             for kind, module in self._modules.items():
                 if module is not None:
-                    stack.callback(module.register_forward_pre_hook(_before(self, kind)).remove)
-                    stack.callback(module.register_forward_hook(_after(self, kind)).remove)
+                    stack.callback(module.register_forward_pre_hook(_hook(self._begin, kind)).remove)
+                    stack.callback(module.register_forward_hook(_hook(self._end, kind)).remove)
             self._stack = stack.pop_all()
 
     def detach(self) -> None:
@@ -263,14 +224,12 @@ class Latencies:
     def raised(self) -> list[Alert]:
         """Alerts in force."""
         with self._lock:
-            spike = self.spikes.raised if self.spikes is not None else None
-            slow = [alert for durations in self.kinds.values() for alert in durations.raised]
-            return [*slow, *([] if spike is None else [spike])]
+            return [held.raised for held in self._held if held.raised is not None]
 
     @property
     def alert_kinds(self) -> set[str]:
         """Possible alert kinds."""
-        return {limit.alert for limit in self.limits} | ({SPIKE} if self.spikes is not None else set())
+        return {held.kind for held in self._held}
 
     def as_dict(self) -> dict[str, Any]:
         """Return each kind's count and quantiles."""
@@ -283,9 +242,8 @@ class Latencies:
             return {kind: (list(durations.counts), durations.total) for kind, durations in self.kinds.items()}
 
     def _begin(self, kind: str) -> None:
-        if self._threads.in_other:
-            return
-        setattr(self._begun, kind, self._clock())
+        if not self._threads.in_other:
+            setattr(self._begun, kind, self._clock())
 
     def _end(self, kind: str) -> None:
         begun = getattr(self._begun, kind, None)
@@ -301,29 +259,17 @@ class Latencies:
                 used, _ = self._memory()
                 with self._lock:
                     alerts = self.spikes.add(used, n)
-                self._tell(alerts)
+                self._report(alerts)
 
     def _add(self, kind: str, seconds: float, n: int) -> None:
         with self._lock:
             alerts = self.kinds[kind].add(seconds, n)
-        self._tell(alerts)
-
-    def _tell(self, alerts: list[Alert]) -> None:
-        if alerts:
-            self._report(alerts)
+        self._report(alerts)
 
 
-def _before(latencies: Latencies, kind: str) -> Callable[..., None]:
-    def begin(module: nn.Module, args: Any) -> None:
+def _hook(function: Callable[[str], None], kind: str) -> Callable[..., None]:
+    def run(module: nn.Module, *rest: Any) -> None:
         if not torch.compiler.is_dynamo_compiling():
-            latencies._begin(kind)
+            function(kind)
 
-    return begin
-
-
-def _after(latencies: Latencies, kind: str) -> Callable[..., None]:
-    def end(module: nn.Module, args: Any, output: Any) -> None:
-        if not torch.compiler.is_dynamo_compiling():
-            latencies._end(kind)
-
-    return end
+    return run

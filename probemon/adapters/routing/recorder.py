@@ -16,28 +16,27 @@ import time
 import uuid
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from probemon.adapters.routing.alerts import DEFAULT_RULES, Alert, AlertRule
+from probemon.adapters.routing.alerts import DEFAULT_RULES, Alert, AlertRule, Tally, memory_of
 from probemon.adapters.routing.baseline import check_baseline, entries, read_baseline, write_baseline
-from probemon.adapters.routing.captures import timed, to_host
-from probemon.adapters.routing.decisions import BEM, XLORA, Changes, Decisions, History, Singles, Stream
+from probemon.adapters.routing.captures import returned, timed, to_host
+from probemon.adapters.routing.decisions import Changes, Decisions, History, Singles, Stream
 from probemon.adapters.routing.latency import Latencies
 from probemon.adapters.routing.records import RoutingRecord
 from probemon.adapters.routing.recurrent.recorder import StateRecorder
-from probemon.adapters.routing.routers import BemController, Source, find_sources, no_router
+from probemon.adapters.routing.routers import NO_ROUTER, BemController, Source, find_sources
 from probemon.adapters.routing.settings import RoutingSettings
-from probemon.adapters.routing.sketch import LogSketch
+from probemon.adapters.routing.sketch import RELATIVE_ERROR, LogSketch
 from probemon.adapters.routing.slot_memories import NewestReads
-from probemon.adapters.routing.statistics import QUANTILES, RoutingStatistics
-from probemon.adapters.routing.tally import Memory, Tally, memory_of
+from probemon.adapters.routing.statistics import QUANTILES
 from probemon.core.hierarchy import Ints
 from probemon.core.memory_reads import MemoryReads
-from probemon.core.scores import GENERATED, PHASES, PROMPT, Scores
-from probemon.errors import ConfigError
+from probemon.core.scores import GENERATED, PROMPT, Scores
+from probemon.errors import ConfigError, UnsupportedModel
 from probemon.host.model import unwrap
 from probemon.host.recurrent.mixers import find_mixers
 from probemon.host.site import Site
@@ -47,7 +46,7 @@ from probemon.monitor.followers import Batch, Follower
 from probemon.tracking.align import PlacedTokens
 from probemon.tracking.generation import States
 from probemon.tracking.recording import Recording
-from probemon.util.checks import check_callable
+from probemon.util.checks import check_callable, check_settings
 
 if TYPE_CHECKING:
     from probemon.monitor.run import MonitorRun
@@ -88,7 +87,8 @@ class Routing(Follower):
             raise ConfigError(f"settings and {', '.join(by_name)} are both given: give one or the other")
         if settings is not None and not isinstance(settings, RoutingSettings):
             raise ConfigError(f"settings of routing are {settings!r}: give a RoutingSettings, or settings by name")
-        self._settings = RoutingSettings.by_name(**by_name) if settings is None else settings
+        check_settings(RoutingSettings, by_name, "routing")
+        self._settings = RoutingSettings(**by_name) if settings is None else settings
         self._watching = False
 
     def watch(self, model: Any, guard: Callable[..., None]) -> None:
@@ -104,19 +104,18 @@ class Routing(Follower):
         if any(find_mixers(model)):
             self.recurrent = StateRecorder(model, states=settings.states, guard=guard, on_alert=self._report_alerts)
         elif not self.sources:
-            raise no_router(model)
+            raise UnsupportedModel(f"{type(model).__name__}{NO_ROUTER}")
         self._guard = guard
         self._baseline = {} if settings.baseline is None else read_baseline(settings.baseline)
         check_baseline(self._baseline, self.sources, settings.rules, settings.window)
-        self._memory = memory_of(model.device) if settings.memory is None else self._guarded_memory(settings.memory)
+        self._memory = memory_of(model.device)
         self.latency = Latencies(
             host=unwrap(model),
-            controller=next((source.controller for source in self.sources if isinstance(source, BemController)), None),
+            controller=None if (adapter := self.source_of(settings.bem)) is None else adapter.controller,
             limits=settings.limits,
             spike=settings.spike,
             memory=self._memory,
             report=self._report_alerts,
-            clock=settings.clock,
         )
         self._newest_reads = NewestReads(self.sources)
         self._tallies: dict[int, Tally] = {}
@@ -212,9 +211,10 @@ class Routing(Follower):
         if self._closed:
             raise ConfigError(f"the block has ended, so {what} would be given nothing: give it before")
 
-    def watches(self, bem: Any) -> bool:
-        """True if it records this adapter."""
-        return any(isinstance(source, BemController) and source.bem is bem for source in self.sources)
+    def source_of(self, bem: Any) -> BemController | None:
+        """Return the source of an adapter that it records, else None."""
+        sources = (source for source in self.sources if isinstance(source, BemController))
+        return next((source for source in sources if source.bem is bem), None)
 
     def on_alert(self, action: Callable[[Alert], object]) -> None:
         """Call `action(alert)` when an alert is raised or cleared, in the generating thread."""
@@ -253,11 +253,6 @@ class Routing(Follower):
             **{key: value for tally in self._tallies.values() for key, value in tally.alerts.baseline().items()},
         }
 
-    def statistics(self) -> list[tuple[Source, RoutingStatistics]]:
-        """Return each source that decided, with its statistics."""
-        with self._lock:
-            return [(self.sources[number], tally.total()) for number, tally in self._tallies.items()]
-
     def report(self) -> dict[str, Any]:
         """Return everything so far, for JSON.
 
@@ -273,9 +268,10 @@ class Routing(Follower):
         """
         with self._lock:
             streams, latency = [], LogSketch()
-            for source, statistics in self.statistics():
+            for number, tally in self._tallies.items():
+                statistics = tally.total()
                 latency.merge(statistics.latency)
-                for stream, metrics in zip(source.streams, statistics.as_dicts(), strict=True):
+                for stream, metrics in zip(self.sources[number].streams, statistics.as_dicts(), strict=True):
                     streams.append({**asdict(stream), **metrics})
             watermark = max([self._memory()[0], *(tally.memory_watermark_bytes for tally in self._tallies.values())])
             return {
@@ -285,7 +281,7 @@ class Routing(Follower):
                 "streams": streams,
                 "states": {} if self.recurrent is None else self.recurrent.report(),
                 "latency_us": {name: latency.quantile(q) if latency.n else None for name, q in QUANTILES.items()},
-                "latency_relative_error": latency.relative_error,
+                "latency_relative_error": RELATIVE_ERROR,
                 "seconds": self.latency.as_dict(),
                 "memory_watermark_bytes": watermark,
                 "alerts": [str(alert) for alert in self.alerts],
@@ -359,7 +355,7 @@ class Routing(Follower):
         arrays = to_host({site.name: states[site.name] for source in self.sources for site in source.sites})
         spent = time.perf_counter() - begin + getattr(self._reading, "seconds", 0.0)
         self._reading.seconds = 0.0
-        return lambda: self._decode(recording, placed, arrays() if callable(arrays) else arrays, first_entry, spent)
+        return lambda: self._decode(recording, placed, arrays(), first_entry, spent)
 
     def taking(self, recording: Recording, placed: PlacedTokens, states: States | str) -> list[Callable[[], None]]:
         """Take tokens; return the functions that record them."""
@@ -367,26 +363,6 @@ class Routing(Follower):
         if self.recurrent is not None:
             taken.append(self.recurrent.take(recording, placed, states))
         return [record for record in taken if record is not None]
-
-    def _guarded_memory(self, memory: Memory) -> Memory:
-        """Wrap `memory`: an error gives 0 of 0 bytes."""
-
-        def guarded() -> tuple[int, int]:
-            used_of_whole = (0, 0)
-
-            def ask() -> None:
-                nonlocal used_of_whole
-                used, whole = memory()
-                if not (isinstance(used, int) and isinstance(whole, int) and used >= 0 and whole > 0):
-                    raise ConfigError(
-                        f"memory gave {used!r} of {whole!r}: give two whole numbers, bytes in use and total bytes"
-                    )
-                used_of_whole = (used, whole)
-
-            self._guard("memory", ask)
-            return used_of_whole
-
-        return guarded
 
     def _decode(
         self, recording: Recording, placed: PlacedTokens, states: Mapping[str, Singles], first_entry: int, spent: float
@@ -414,21 +390,16 @@ class Routing(Follower):
                 self.n_tokens += len(placed)
 
     def _count_beams(self, number: int, recording: Recording, pending: list[_PendingDecisions]) -> None:
-        beams = recording.beams
-        sequences = recording.ids
-        assert beams is not None and sequences is not None
         decisions = Decisions.join([batch.decisions for batch in pending])
         batches = [batch.placed for batch in pending]
         columns, ids = (np.concatenate([getattr(placed, name) for placed in batches]) for name in ("columns", "ids"))
         phases = np.concatenate([np.full(len(placed), placed.phase) for placed in batches])
         latency_us = float(np.mean([batch.latency_us for batch in pending]))
-        counted, history = np.zeros(len(columns), dtype=bool), History(len(sequences), decisions.n_streams)
-        paths = beams.paths(sequences, recording.call.n_rows, batches, [batch.entries for batch in pending])
-        for row, (path, _) in enumerate(paths):
+        for row, path, _, is_new in returned(recording, batches, [batch.entries for batch in pending]):
             row_decisions = decisions.take(path)
-            changes = history.compare(np.full(len(path), row), row_decisions)
+            changes = History(1, decisions.n_streams).compare(np.zeros(len(path), np.int64), row_decisions)
             for phase in (PROMPT, GENERATED):
-                new = np.flatnonzero(~counted[path] & (phases[path] == phase))
+                new = np.flatnonzero(is_new & (phases[path] == phase))
                 if len(new):
                     indices = path[new]
                     placed = PlacedTokens(
@@ -436,7 +407,6 @@ class Routing(Follower):
                     )
                     self._count(number, recording, placed, row_decisions.take(new), changes.take(new), latency_us)
                     self.n_tokens += len(new) if number == 0 else 0
-            counted[path] = True
 
     def _count(
         self,
@@ -462,31 +432,21 @@ class Routing(Follower):
             )
         alerts = tally.add(decisions, changes, latency_us)
         if self._listeners or self._deliveries:
-            prompt = recording.call.prompt_columns
-            steps = (
-                np.zeros(len(placed), np.int64)
-                if placed.phase == PROMPT or prompt is None
-                else placed.columns - prompt + 1
-            )
             record = RoutingRecord.of(
                 decisions,
                 changes,
                 source.streams,
-                rows=placed.rows,
-                positions=placed.columns - recording.offset,
-                steps=steps,
-                has_norm=source.kind in (BEM, XLORA),
+                placed,
+                recording,
                 run_id=self.run_id,
-                request_id=recording.request or str(recording.number),
-                source=source.kind,
-                phase=PHASES[placed.phase],
                 t_capture_us=latency_us,
                 dropped=self.n_unseen * decisions.n_streams,
             )
             for listener in self._listeners:
                 self._guard("a listener", listener, placed, decisions, record)
             for delivery in self._deliveries:
-                delivery.put(record.with_dropped(delivery.stats().n_dropped))  # type: ignore[arg-type]
+                counted = replace(record, dropped=record.dropped + delivery.stats().n_dropped)
+                delivery.put(counted)  # type: ignore[arg-type]
         self._report_alerts(alerts)
 
     def _report_alerts(self, alerts: list[Alert]) -> None:

@@ -10,17 +10,23 @@ import json
 import math
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from typing import Any, BinaryIO
 
 import numpy as np
 import numpy.typing as npt
 
-from probemon.adapters.routing.decisions import Changes, Decisions, Singles, Stream, entropy, norms
+from probemon.adapters.routing.decisions import BEM, XLORA, Changes, Decisions, Singles, Stream, entropy, norms
 from probemon.core.hierarchy import Ints, Mask
+from probemon.core.scores import PHASES, PROMPT
 from probemon.monitor.sinks import FileSink
+from probemon.tracking.align import PlacedTokens
+from probemon.tracking.recording import Recording
 from probemon.util.checks import check_count
 from probemon.util.extras import import_arrow
+
+_TOP = ("top_idx", "top_w", "top_position", "top_token")  # of `Decisions`, by stream
+_BY_TOKEN = ("delta_rel_norm", "sigma1", "confidence", "fallback")
 
 
 @dataclass(frozen=True)
@@ -88,27 +94,25 @@ class RoutingRecord:
         plain: list[Any] = value.tolist()
         return plain
 
-    def with_dropped(self, more: int) -> RoutingRecord:
-        """Return the record with `more` added to `dropped`."""
-        return replace(self, dropped=self.dropped + more) if more else self
-
     @classmethod
     def of(
         cls,
         decisions: Decisions,
         changes: Changes,
         streams: Sequence[Stream],
-        *,
-        rows: Ints,
-        positions: Ints,
-        steps: Ints,
-        has_norm: bool,
+        placed: PlacedTokens,
+        recording: Recording,
         **scalars: Any,
     ) -> RoutingRecord:
-        """Return the record of decisions about tokens at (`rows`, `positions`) `[n]`.
+        """Return the record of decisions about `placed` tokens.
 
         Successive tokens with the same decision and fallback share a line. `scalars`: the other columns.
         """
+        rows, positions, prompt = placed.rows, placed.columns - recording.offset, recording.call.prompt_columns
+        if placed.phase == PROMPT or prompt is None:
+            steps = np.zeros(len(placed), np.int64)
+        else:
+            steps = placed.columns - prompt + 1
         follows = (rows[1:] == rows[:-1]) & (positions[1:] == positions[:-1] + 1)
         begins = np.ones(decisions.decided.shape, dtype=bool)
         begins[:, 1:] = decisions.decided[:, 1:] | ~follows | (decisions.fallback[1:] != decisions.fallback[:-1])
@@ -120,29 +124,29 @@ class RoutingRecord:
         else:
             shares = np.where(decisions.finite[stream, token, None], decisions.weights[stream, token], np.nan)
             h = (entropy(shares) / math.log(raw.shape[1])).astype(np.float32)
+        source = streams[0].source
+        has_norm = source in (BEM, XLORA)
         norm = norms(raw).astype(np.float32) if has_norm else np.full(len(stream), np.nan, dtype=np.float32)
         decided = decisions.decided[stream, token]
+        columns: dict[str, Any] = {name: getattr(decisions, name)[token] for name in _BY_TOKEN}
+        for name in _TOP:
+            columns[name] = None if (values := getattr(decisions, name)) is None else values[stream, token]
+        for name in ("layer", "site", "level"):
+            columns[name] = np.array([getattr(one, name) for one in streams])[stream]
         return cls(
+            request_id=recording.request or str(recording.number),
+            source=source,
+            phase=PHASES[placed.phase],
             row=rows[token],
             step=steps[token],
-            layer=np.array([s.layer for s in streams])[stream],
-            site=np.array([s.site for s in streams])[stream],
-            level=np.array([s.level for s in streams])[stream],
             pos_start=positions[token],
             n_tokens=end_of - (stream * len(rows) + token),
             boundary=decided,
-            top_idx=decisions.top_idx[stream, token],
-            top_w=decisions.top_w[stream, token],
-            top_position=None if decisions.top_position is None else decisions.top_position[stream, token],
-            top_token=None if decisions.top_token is None else decisions.top_token[stream, token],
             h_decision=h,
             code_norm=norm,
-            delta_rel_norm=decisions.delta_rel_norm[token],
-            sigma1=decisions.sigma1[token],
-            confidence=decisions.confidence[token],
             flip=changes.flips[stream, token] == 1,
             reused=~decided,
-            fallback=decisions.fallback[token],
+            **columns,
             **scalars,
         )
 
@@ -200,11 +204,8 @@ class RoutingParquet(FileSink):
     def _write(self) -> None:
         import pyarrow as pa
 
-        arrays = []
-        for name, kind in zip(COLUMNS, self._schema.types, strict=True):
-            values = [value for record in self._held for value in record.column(name)]
-            arrays.append(pa.array(values, kind))
-        self._writer.write_table(pa.Table.from_arrays(arrays, schema=self._schema), row_group_size=self._rows_per_group)
+        columns = {name: [value for record in self._held for value in record.column(name)] for name in COLUMNS}
+        self._writer.write_table(pa.Table.from_pydict(columns, self._schema), row_group_size=self._rows_per_group)
         self._held, self._n_held = [], 0
 
     def _finish(self) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from probemon.adapters.bem.attached import Bem
 from probemon.adapters.bem.config import CHUNK_KINDS
 from probemon.adapters.routing.decisions import BEM, MOE, XLORA, Decisions, Numbers, Singles, Stream, largest
-from probemon.adapters.routing.slot_memories import slot_memories
+from probemon.adapters.routing.slot_memories import SlotMemories, slot_memories
 from probemon.errors import ConfigError, UnsupportedModel
 from probemon.host.adapters import xlora_of
 from probemon.host.internals import xlora_classifier
@@ -21,25 +21,6 @@ from probemon.host.model import find_layers
 from probemon.host.site import Site
 
 _SHOWN = 4  # entries recorded if a router does not choose
-
-
-class Source(Protocol):
-    """Routers that decide about the same tokens."""
-
-    kind: str
-    sites: list[Site]
-    n_experts: int  # 0 if only a decision shows it
-    n_chosen: int
-    codes: bool  # codes, not distributions
-
-    def decisions(self, states: Mapping[str, Singles]) -> Decisions:
-        """Return the decisions about n tokens from each site's output `[n, K]`."""
-        ...
-
-    @property
-    def streams(self) -> list[Stream]:
-        """One stream per router; known once it has decided."""
-        ...
 
 
 def find_sources(model: Any, *, bem: Any = None) -> list[Source]:
@@ -60,14 +41,11 @@ def find_sources(model: Any, *, bem: Any = None) -> list[Source]:
     return sources
 
 
-def no_router(model: Any) -> UnsupportedModel:
-    """Return the error for a model without anything to watch."""
-    return UnsupportedModel(
-        f"{type(model).__name__} has no router that is known: no experts (modules of its layers with weight [experts,"
-        " hidden size] and top_k), no memory slots (LtmForCausalLM), no X-LoRA and no recurrent layer. A BEM adapter"
-        " has to be given, as attach_bem returned it: attach(followers=[Routing(bem=bem)]),"
-        " RoutingMonitor(model, bem=bem), on the command line --bem FOLDER"
-    )
+NO_ROUTER = (
+    " has no router that is known: no experts (modules of its layers with weight [experts, hidden size] and top_k), no"
+    " memory slots (LtmForCausalLM), no X-LoRA and no recurrent layer. A BEM adapter has to be given, as attach_bem"
+    " returned it: attach(followers=[Routing(bem=bem)]), RoutingMonitor(model, bem=bem), in the shell --bem FOLDER"
+)
 
 
 def _routers(model: Any) -> Iterator[tuple[str, int, Any]]:
@@ -123,7 +101,7 @@ class ExpertRouters:
         return read
 
     def decisions(self, states: Mapping[str, Singles]) -> Decisions:
-        """See `Source.decisions`."""
+        """Return the decisions about n tokens from each site's output `[n, K]`."""
         e, k = self.n_experts, self.n_chosen
         packed = np.stack([states[site.name] for site in self.sites])
         raw, top_w, top_idx = packed[:, :, :e], packed[:, :, e : e + k], packed[:, :, e + k :]
@@ -161,7 +139,7 @@ class XLoraClassifier:
         return flat
 
     def decisions(self, states: Mapping[str, Singles]) -> Decisions:
-        """See `Source.decisions`."""
+        """Return the decisions about n tokens from each site's output `[n, K]`."""
         scalings = states["xlora"]
         raw = np.moveaxis(scalings.reshape(len(scalings), self._s, self.n_experts), 1, 0)
         applied = raw.astype(np.float64)
@@ -210,7 +188,7 @@ class BemController:
         self.sites = [Site("bem", getattr(bem, "steered", bem), self._read)]
         self._form = bem if isinstance(bem, Bem) and bem.config.form != "low_rank" else None
         if self._form is not None:
-            self.sites.append(Site("bem.sizes", self._form.measured, _as_it_is, attach=self._attach))
+            self.sites.append(Site("bem.sizes", self._form.measured, Tensor.detach, attach=self._attach))
         self._asked = False
         self._open: ExitStack | None = None  # while the sites are read
         kinds = getattr(getattr(bem, "config", None), "sites", CHUNK_KINDS)
@@ -253,7 +231,7 @@ class BemController:
         return torch.cat([part.float() for part in parts], dim=-1)
 
     def decisions(self, states: Mapping[str, Singles]) -> Decisions:
-        """See `Source.decisions`."""
+        """Return the decisions about n tokens from each site's output `[n, K]`."""
         packed, s = states["bem"], len(self._levels)
         r = (packed.shape[1] - len(self._beside)) // s
         raw = np.ascontiguousarray(np.moveaxis(packed[:, : s * r].reshape(len(packed), s, r), 1, 0))
@@ -300,8 +278,9 @@ class BemController:
         )
 
 
-def _as_it_is(sizes: Tensor) -> Tensor:
-    return sizes
+# Routers that decide about the same tokens. `n_experts`: 0 if only a decision shows it; `codes`: no distributions;
+# `streams`: one per router, known once it has decided.
+Source = ExpertRouters | XLoraClassifier | BemController | SlotMemories
 
 
 def _softmax(logits: Numbers) -> Numbers:

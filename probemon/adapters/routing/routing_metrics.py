@@ -1,4 +1,4 @@
-"""RoutingSums: routing metrics of a process for Prometheus.
+"""RoutingSums: routing metrics of a process for Prometheus, and their families.
 
 Counters add up over all recorders. Router metrics are those of open recorders, or of the last one.
 """
@@ -15,12 +15,55 @@ from functools import reduce
 from typing import Any
 
 from probemon.adapters.routing.latency import BUCKETS
-from probemon.adapters.routing.metric_families import FAMILIES
 from probemon.adapters.routing.recorder import Routing
 from probemon.adapters.routing.statistics import METRICS
+from probemon.core.metric_family import Family, table_of
 
 _ROUTER = ("site", "layer", "level")
+ROUTING = "routing"
 _Sample = tuple[str, tuple[str, ...]]  # family name, labels
+
+
+_FAMILIES = (
+    ("probemon_routing_tokens_total", "counter", ("seen",), "Tokens of the model, by whether their routing was seen"),
+    (
+        "probemon_routing_decisions_total",
+        "counter",
+        (*_ROUTER, "what"),
+        "Tokens that a router decided about, by what it gave: finite, not_finite",
+    ),
+    (
+        "probemon_routing",
+        "gauge",
+        (*_ROUTER, "metric"),
+        "A metric of a router over all tokens of the newest run: see docs/memory-and-routing.md",
+    ),
+    (
+        "probemon_recurrent",
+        "gauge",
+        ("site", "metric"),
+        "A metric of a recurrent layer over all tokens of the newest run: see docs/memory-and-routing.md",
+    ),
+    ("probemon_routing_alerts", "gauge", ("kind",), "Alerts of routing in force, by rule"),
+    ("probemon_routing_alerts_raised_total", "counter", (), "Alerts of routing that were raised"),
+    (
+        "probemon_routing_unjudged",
+        "gauge",
+        ("kind",),
+        "Tokens that a rule needs before it can judge; until then a missing alert means nothing",
+    ),
+    ("probemon_routing_capture_seconds", "gauge", ("percentile",), "Time that a decision's capture took"),
+    ("probemon_forward_seconds", "histogram", (), "Time that a forward of the model took"),
+    ("probemon_controller_seconds", "histogram", (), "Time that the controller of a BEM adapter took in a forward"),
+    ("probemon_token_seconds", "histogram", (), "Time from one generated token to the next"),
+    ("probemon_routing_memory_watermark_bytes", "gauge", (), "The most memory that was in use"),
+)
+FAMILIES = {name: Family(name, kind, labels, text, ROUTING) for name, kind, labels, text in _FAMILIES}
+
+
+def table() -> str:
+    """Return the families as a Markdown table."""
+    return table_of("Runs that a `Routing` follows, and routing monitors", list(FAMILIES.values()))
 
 
 class RoutingSums:
@@ -63,11 +106,10 @@ _OF_ALL: Mapping[str, Callable[[float, float], float]] = {
 
 @dataclass(frozen=True)
 class _Snapshot:
-    """Recorder values by family and labels; `histograms` by kind."""
+    """Recorder values by family and labels; of a histogram, by number of the bucket, and "sum"."""
 
     counts: Counter[_Sample]
     gauges: Mapping[_Sample, float]
-    histograms: Mapping[str, tuple[list[int], float]]
 
     @classmethod
     def of(cls, recorder: Routing) -> _Snapshot:
@@ -95,17 +137,17 @@ class _Snapshot:
             if value is not None:
                 gauges["probemon_routing_capture_seconds", (name.removeprefix("p"),)] = value / 1e6
         gauges["probemon_routing_memory_watermark_bytes", ()] = report["memory_watermark_bytes"]
-        return cls(counts, gauges, recorder.latency.histograms())
+        for kind, (numbers, total) in recorder.latency.histograms().items():
+            name = f"probemon_{kind}_seconds"
+            counts.update({(name, (f"{i:02}",)): number for i, number in enumerate(numbers)})
+            counts[name, ("sum",)] = total  # type: ignore[assignment]
+        return cls(counts, gauges)
 
     def after(self, before: _Snapshot) -> _Snapshot:
         """Add an earlier snapshot's counts."""
-        histograms = dict(before.histograms)
-        for kind, (buckets, total) in self.histograms.items():
-            earlier = histograms.get(kind, ([0] * len(buckets), 0.0))
-            histograms[kind] = ([a + b for a, b in zip(buckets, earlier[0], strict=True)], total + earlier[1])
         counts = Counter(before.counts)
         counts.update(self.counts)
-        return _Snapshot(counts, self.gauges, histograms)
+        return _Snapshot(counts, self.gauges)
 
     def beside(self, other: _Snapshot) -> _Snapshot:
         """Combine with another open recorder's snapshot."""
@@ -119,17 +161,17 @@ class _Snapshot:
         from prometheus_client.core import HistogramMetricFamily
         from prometheus_client.utils import floatToGoString
 
+        ends = [*map(floatToGoString, BUCKETS), "+Inf"]
         samples: dict[str, list[tuple[tuple[str, ...], float]]] = {}
         for (name, labels), value in sorted({**self.counts, **self.gauges}.items()):
             samples.setdefault(name, []).append((labels, value))
         for name, family in FAMILIES.items():
-            if name in samples:
+            if name in samples and family.kind == "histogram":
+                *numbers, total = (value for _, value in samples[name])
+                buckets = list(zip(ends, itertools.accumulate(numbers), strict=True))
+                yield HistogramMetricFamily(name, family.help, buckets=buckets, sum_value=total)
+            elif name in samples:
                 metric = family.scraped()
                 for labels, value in samples[name]:
                     metric.add_metric(labels, value)
                 yield metric
-        for kind, (counts, total) in self.histograms.items():
-            family = FAMILIES[f"probemon_{kind}_seconds"]
-            ends = [*map(floatToGoString, BUCKETS), "+Inf"]
-            buckets = list(zip(ends, itertools.accumulate(counts), strict=True))
-            yield HistogramMetricFamily(family.name, family.help, buckets=buckets, sum_value=total)

@@ -67,7 +67,7 @@ class SlotMemories:
         return torch.cat([part.float() for part in parts], dim=-1)
 
     def decisions(self, states: Mapping[str, Singles]) -> Decisions:
-        """See `Source.decisions`."""
+        """Return the decisions about n tokens from each site's output `[n, K]`."""
         packed, m = np.stack([states[site.name] for site in self.sites]), self.n_slots
         raw = np.concatenate([packed[:, :, 1 : m + 1], packed[:, :, :1]], axis=-1)
         slot, position, token, p = np.split(packed[:, :, m + 1 :], 4, axis=-1)

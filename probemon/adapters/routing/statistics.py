@@ -17,7 +17,6 @@ import numpy as np
 from probemon.adapters.routing.decisions import Changes, Decisions, Numbers, entropy, norms
 from probemon.adapters.routing.sketch import LogSketch
 from probemon.core.hierarchy import Ints, Mask
-from probemon.errors import ConfigError
 
 _SHARE = 1 << 30  # shares are rounded at 1e-9
 _CODE = 1 << 24  # codes are rounded at 6e-8, residues at 4e-15
@@ -41,11 +40,6 @@ class RoutingStatistics:
     """
 
     def __init__(self, n_streams: int, n_experts: int, n_chosen: int = 1, *, codes: bool = False) -> None:
-        if n_streams < 1 or n_experts < (1 if codes else 2) or not 1 <= n_chosen <= n_experts:
-            raise ConfigError(
-                f"{n_streams} streams of {n_experts} experts, {n_chosen} chosen: give 1 or more, 2 or more, and 1 to as"
-                " many as there are experts"
-            )
         self.n_streams, self.n_experts, self.n_chosen, self.codes = n_streams, n_experts, n_chosen, codes
         self._log_e = math.log(max(2, n_experts))
         pairs = (n_streams, n_experts, n_experts) if codes else (0,)
@@ -101,10 +95,6 @@ class RoutingStatistics:
             self._add_exactly("_norm", norm)
             self.norm_max = np.maximum(self.norm_max, norm.max(axis=1, initial=0.0))
 
-    def add_latency(self, microseconds: float, count: int) -> None:
-        """Add `count` decisions of this duration each."""
-        self.latency.add(microseconds, count)
-
     def empty(self) -> RoutingStatistics:
         """Return empty statistics of the same routers."""
         return RoutingStatistics(self.n_streams, self.n_experts, self.n_chosen, codes=self.codes)
@@ -115,13 +105,7 @@ class RoutingStatistics:
         return int(self.n[0] + self.n_bad[0])
 
     def merge(self, other: RoutingStatistics) -> None:
-        """Add another stream. Raises `ConfigError` if the routers differ."""
-        sizes, theirs = ((each.n_streams, each.n_experts, each.n_chosen, each.codes) for each in (self, other))
-        if sizes != theirs:
-            raise ConfigError(
-                f"statistics of {theirs} (streams, experts, chosen, codes) into those of {sizes}: they are of other"
-                " routers"
-            )
+        """Add another stream of the same routers."""
         for name, values in other._sums.items():
             self._sums[name] += values
         for name in _TWO_WORDS:
@@ -143,9 +127,7 @@ class RoutingStatistics:
             self.latency = LogSketch()
 
     def metric(self, name: str) -> Numbers:
-        """Return one of `METRICS` `[S]`, NaN if unknown. Raises `ConfigError`."""
-        if name not in METRICS:
-            raise ConfigError(f"{name!r} is not a routing metric: there are {', '.join(METRICS)}")
+        """Return one of `METRICS` `[S]`, NaN if unknown."""
         return np.broadcast_to(np.asarray(getattr(self, name)(), dtype=np.float64), (self.n_streams,))
 
     def not_finite_rate(self) -> Numbers:

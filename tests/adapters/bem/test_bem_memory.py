@@ -6,7 +6,7 @@ import torch
 from bem_oracle import VOCAB, make_host, randomise
 from probemon.adapters.bem import BemConfig, ControllerState, attach_bem, memory, memory_pressure, with_batch_backoff
 from probemon.adapters.bem.memory import is_out_of_memory
-from probemon.adapters.routing.tally import memory_of
+from probemon.adapters.routing.alerts import memory_of
 from probemon.errors import ConfigError
 from probemon.util import host_memory as of_host
 from probemon.util.host_memory import host_memory

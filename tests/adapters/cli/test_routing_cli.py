@@ -16,7 +16,6 @@ from probemon.adapters.cli.routing_view import LiveRouting, PlainRouting, load_b
 from probemon.adapters.ltm import LtmConfig, LtmForCausalLM
 from probemon.adapters.routing import RoutingMonitor
 from probemon.adapters.routing.alerts import AlertRule
-from probemon.adapters.routing.recurrent import StateMonitor
 from probemon.cli import app as command_line
 from recurrent_hosts import make_host
 from routed_hosts import GREEDY, PROMPT, make_bem, make_moe
@@ -99,9 +98,9 @@ def test_recurrent_layers_are_shown_with_their_look_back(tmp_path, run):
     code, text, errors = run(*arguments, "--states")
     assert code == 0, errors
     result, lines = json.loads(text), errors.splitlines()
-    with StateMonitor(host, states=True) as monitor:
+    with RoutingMonitor(host, states=True) as monitor:
         host.generate(torch.tensor([[1, 44, 3, 17, 8] * 2]), max_new_tokens=3, do_sample=False)
-    assert result["states"] == monitor.report() and result["streams"] == [] and result["n_tokens"] == 12
+    assert result["states"] == monitor.report()["states"] and result["streams"] == [] and result["n_tokens"] == 12
     assert result["unjudged"] == {"short": 512, "full": 512, "at limit": 512, "grows": 1025}
     tokens = [line for line in lines if " holds " in line]
     assert [int(line.split()[0]) for line in tokens] == list(range(12)) and "ssm.1 holds " in tokens[0]

@@ -1,4 +1,4 @@
-"""Recurrent layers monitored together with routers and probes report what StateMonitor reports."""
+"""Recurrent layers monitored together with routers and probes report what a monitor alone reports."""
 
 import pytest
 import torch
@@ -9,7 +9,6 @@ from monitor.test_state_probes import pack_for
 from probemon import DynamicProbeManager
 from probemon.adapters.routing import RoutingMonitor, RoutingSettings
 from probemon.adapters.routing.recorder import Routing
-from probemon.adapters.routing.recurrent import StateMonitor
 from probemon.errors import ConfigError, UnsupportedModel
 from probemon.monitor.sinks import CallbackSink
 from probemon.ops.telemetry.metrics import ProcessMetrics
@@ -24,13 +23,14 @@ def test_a_run_with_probes_has_the_report_of_a_monitor_alone(tmp_path, beams):
     host = make_host("mamba2")
     manager = DynamicProbeManager(pack_for(tmp_path, host, "ssm_state.1"))
     options = {**GREEDY, "attention_mask": MASK, "num_beams": beams}
-    with StateMonitor(host, states=True) as monitor:
+    with RoutingMonitor(host, states=True) as monitor:
         bare = host.generate(BATCH, **options)
     with manager.attach(host, followers=[Routing(RoutingSettings(states=True))]) as run:
         out = host.generate(BATCH, **options)
     assert torch.equal(out, bare) and n_hooks(host) == 0
     report = run.follower(Routing).report()
-    assert report["states"] == monitor.report() and report["n_tokens"] == monitor.n_tokens > 0
+    alone = monitor.report()
+    assert report["states"] == alone["states"] and report["n_tokens"] == alone["n_tokens"] > 0
     assert run.result(out).coverage.totals()["unseen"] == 3  # the last token of each row
     assert report["streams"] == report["alerts"] == [] and set(report["unjudged"]) == {
         "short", "full", "at limit", "grows"
@@ -41,11 +41,9 @@ def test_model_with_experts_and_recurrent_layers_reports_both():
     host = make_host("jamba", num_hidden_layers=2, **MOE)
     with RoutingMonitor(host) as monitor:
         host.generate(BATCH, attention_mask=MASK, **GREEDY)
-    with StateMonitor(host) as alone:
-        host.generate(BATCH, attention_mask=MASK, **GREEDY)
     report = monitor.report()
     assert [stream["site"] for stream in report["streams"]] == ["router.1"] and report["n_tokens"] == 30
-    assert report["states"] == alone.report() and list(report["states"]) == ["ssm.0"]
+    assert report["states"] == monitor.recurrent.report() and list(report["states"]) == ["ssm.0"]
     assert {"collapse", "short"} <= set(report["unjudged"]) and {"collapse", "short"} <= set(monitor.kinds)
 
 

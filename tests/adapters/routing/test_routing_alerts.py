@@ -9,10 +9,9 @@ import numpy as np
 import pytest
 
 import routing_alarms
-from probemon.adapters.routing.alerts import DEFAULT_RULES, AlertRule, Alerts
+from probemon.adapters.routing.alerts import DEFAULT_RULES, AlertRule, Alerts, Tally
 from probemon.adapters.routing.decisions import BEM, MOE, XLORA, History, Stream
 from probemon.adapters.routing.statistics import RoutingStatistics
-from probemon.adapters.routing.tally import Tally
 from probemon.errors import ConfigError
 from streams import CHUNK, codes_of, decisions_of, logits_of
 
@@ -418,7 +417,7 @@ def test_splitting_a_stream_changes_no_alert():
 def test_invalid_rules_are_refused():
     with pytest.raises(ConfigError, match="two numbers that differ"):
         AlertRule("x", "spread", 0.2, 0.2)
-    with pytest.raises(ConfigError, match="not a routing metric"):
+    with pytest.raises(ConfigError, match="metric is 'sprawl': expected one of decision_entropy"):
         AlertRule("x", "sprawl", 0.2, 0.3)
     with pytest.raises(ConfigError, match="1 or more"):
         AlertRule("x", "spread", 0.2, 0.3, in_a_row=0)

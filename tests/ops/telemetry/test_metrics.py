@@ -22,9 +22,9 @@ from conftest import make_model, make_pack
 from corpora import make_tokenizer
 from probemon import DynamicProbeManager
 from probemon.adapters.routing import AlertRule, RoutingMonitor
-from probemon.adapters.routing.metric_families import FAMILIES as ROUTING_FAMILIES
-from probemon.adapters.routing.metric_families import table as routing_table
 from probemon.adapters.routing.recorder import Routing
+from probemon.adapters.routing.routing_metrics import FAMILIES as ROUTING_FAMILIES
+from probemon.adapters.routing.routing_metrics import table as routing_table
 from probemon.adapters.routing.statistics import METRICS
 from probemon.core.scores import COUNTS
 from probemon.errors import ConfigError, UnknownConcept

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from probemon.adapters.routing.metric_families import FAMILIES as OF_ROUTING
+from probemon.adapters.routing.routing_metrics import FAMILIES as OF_ROUTING
 from probemon.ops.telemetry.metric_families import FAMILIES as OF_RUNS
 from scraped_run import scraped_run
 

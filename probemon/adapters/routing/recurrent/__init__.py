@@ -1,5 +1,1 @@
 """Telemetry of recurrent layers."""
-
-from probemon.adapters.routing.recurrent.monitor import StateMonitor
-
-__all__ = ["StateMonitor"]

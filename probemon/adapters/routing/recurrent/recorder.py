@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from probemon.adapters.routing.alerts import Alert
+from probemon.adapters.routing.captures import returned
 from probemon.adapters.routing.recurrent.tally import GROWS, KINDS, WINDOW, StateTally, Told
-from probemon.core.hierarchy import Ints
-from probemon.errors import ConfigError
+from probemon.core.hierarchy import Ints, Mask
 from probemon.host.model import unwrap
 from probemon.host.recurrent.mixers import Mamba2, Stack, Steps, find_stacks
 from probemon.host.recurrent.scan import effective_length, scan_loop, update_share
@@ -70,7 +70,7 @@ class StateRecorder:
         on_alert: Callable[[list[Alert]], object] = lambda alerts: None,
     ) -> None:
         self.stacks: list[Stack] = find_stacks(unwrap(model), states=states)
-        self.n_unseen = self.n_unknown = 0
+        self.n_unknown = 0
         self._states, self._guard = states, guard
         self._tallies = [StateTally(stack.names, stack.limit, on_alert) for stack in self.stacks]
         self._kept: weakref.WeakKeyDictionary[Recording, _Kept] = weakref.WeakKeyDictionary()
@@ -121,7 +121,6 @@ class StateRecorder:
         with self._lock:
             first_entry, recording_state = recording.n_entries, self._kept.setdefault(recording, _Kept())
             if isinstance(states, str):
-                self.n_unseen += len(placed)
                 recording_state.unknown.update(placed.rows.tolist())
                 return None
         arrays = [
@@ -157,8 +156,7 @@ class StateRecorder:
             return
         with self._lock:
             recording_state = self._kept.pop(recording, None)
-            beams, sequences = recording.beams, recording.ids
-            if recording_state is None or beams is None or sequences is None or not recording_state.pending:
+            if recording_state is None or recording.ids is None or not recording_state.pending:
                 return
             batches = [placed for placed, *_ in recording_state.pending]
             columns, ids, offsets = (
@@ -167,15 +165,11 @@ class StateRecorder:
             whole = [
                 torch.cat([arrays[i] for *_, arrays in recording_state.pending], dim=1) for i in range(len(self.stacks))
             ]
-            counted = np.zeros(len(columns), dtype=bool)
-            paths = beams.paths(
-                sequences, recording.call.n_rows, batches, [entries for _, entries, _ in recording_state.pending]
-            )
-            for row, (path, complete) in enumerate(paths):
+            entries = [entries for _, entries, _ in recording_state.pending]
+            for row, path, complete, new in returned(recording, batches, entries):
                 unknown = recording.call.first_column > 0 or bool(recording_state.unknown) or not complete
                 placed = PlacedTokens(np.full(len(path), row), columns[path], offsets[path], ids[path], 0)
-                self._count(row, placed, [part[:, path] for part in whole], _Row(), unknown, new=~counted[path])
-                counted[path] = True
+                self._count(row, placed, [part[:, path] for part in whole], _Row(), unknown, new=new)
 
     def _count(
         self,
@@ -184,7 +178,7 @@ class StateRecorder:
         arrays: list[Tensor],
         state: _Row,
         unknown: bool,
-        new: np.ndarray[Any, np.dtype[np.bool_]] | None = None,
+        new: Mask | None = None,
     ) -> None:
         """Count tokens of one row, in order; with `new`, only those."""
         indices = torch.arange(len(placed)) if new is None else torch.from_numpy(np.flatnonzero(new))
@@ -233,22 +227,6 @@ class StateRecorder:
         lengths = effective_length(steps.log_decay.flatten(2).transpose(0, 1), row.length)
         row.length = lengths[-1]
         return lengths.transpose(0, 1)
-
-    def state_of(self, row: int) -> dict[str, Tensor]:
-        """Return a row's newest state by layer, fp32, of the newest running generation; with `states=True`.
-
-        Raises `ConfigError` for an unknown row.
-        """
-        with self._lock:
-            for recording_state in reversed(list(self._kept.values())):
-                if row in recording_state.rows:
-                    return {
-                        name: state
-                        for i, stack_row in recording_state.rows[row].stacks.items()
-                        if stack_row.state is not None
-                        for name, state in zip(self.stacks[i].names, stack_row.state, strict=True)
-                    }
-        raise ConfigError(f"no state of row {row} is kept: call this while generate() runs, for a row that has begun")
 
 
 def _by_row(placed: PlacedTokens) -> Iterator[tuple[int, Ints]]:

@@ -23,16 +23,14 @@ _FULL, _MOST_FULL, _FULL_FROM = 0.99, 0.95, 64  # a short text is always held wh
 _MOST_AT_LIMIT, _MOST_GROWTH = 0.5, 2.0
 KINDS = NOT_FINITE, SHORT, FULL, AT_LIMIT = "not finite", "short", "full", "at limit"
 GROWS = "grows"
-# Metric and threshold.
+# Metric, threshold, and tokens needed to judge (of GROWS in one row).
 _ALERTS = {
-    NOT_FINITE: ("tokens whose step or state is not finite", 0.0),
-    SHORT: (f"share of heads that hold less than {_SHORT:.0f} tokens", _MOST_SHORT),
-    FULL: ("share of heads that forget nothing", _MOST_FULL),
-    AT_LIMIT: ("share of steps at their limit", _MOST_AT_LIMIT),
-    GROWS: (f"growth of the state in {WINDOW} tokens", _MOST_GROWTH),
+    NOT_FINITE: ("tokens whose step or state is not finite", 0.0, 0),
+    SHORT: (f"share of heads that hold less than {_SHORT:.0f} tokens", _MOST_SHORT, WINDOW),
+    FULL: ("share of heads that forget nothing", _MOST_FULL, WINDOW),
+    AT_LIMIT: ("share of steps at their limit", _MOST_AT_LIMIT, WINDOW),
+    GROWS: (f"growth of the state in {WINDOW} tokens", _MOST_GROWTH, 2 * WINDOW + 1),
 }
-# Tokens needed to judge a kind; for GROWS in one row.
-_NEEDED = {SHORT: WINDOW, FULL: WINDOW, AT_LIMIT: WINDOW, GROWS: 2 * WINDOW + 1}
 _SKETCHED = 64  # tokens sketched together
 _CALM = 0.9  # of the threshold; below, alerts clear
 
@@ -68,19 +66,9 @@ class Told:
     def take(self, which: Tensor) -> Told:
         """Return some tokens, by indices or mask; `state` stays."""
 
-        def taken(values: Tensor | None) -> Tensor | None:
-            return None if values is None else values[:, which]
-
-        return Told(
-            dt=self.dt[:, which],
-            log_decay=self.log_decay[:, which],
-            length=self.length[:, which],
-            position=self.position[which],
-            norm=taken(self.norm),
-            share=taken(self.share),
-            grown=taken(self.grown),
-            state=self.state,
-        )
+        by_layer = {name: getattr(self, name) for name in ("dt", "log_decay", "length", "norm", "share", "grown")}
+        taken = {name: values[:, which] for name, values in by_layer.items() if values is not None}
+        return replace(self, position=self.position[which], **taken)
 
 
 class StateTally:
@@ -113,7 +101,7 @@ class StateTally:
     @property
     def needed(self) -> dict[str, int]:
         """Tokens needed by each kind of alert not judged yet."""
-        return {kind: n for kind, n in _NEEDED.items() if kind not in self._judged}
+        return {kind: n for kind, (_, _, n) in _ALERTS.items() if n and kind not in self._judged}
 
     def add(self, told: Told, *, known: bool = True) -> None:
         """Count n tokens, and judge alerts when a window is full. `known`: all earlier tokens were seen.
@@ -237,18 +225,10 @@ class StateTally:
         self._window, self._n_window, self._n_window_known, self._n_full = {}, 0, 0, 0
 
     def _judge(self, i: int, kind: str, value: float) -> None:
-        metric, most = _ALERTS[kind]
+        metric, most, _ = _ALERTS[kind]
         self._judged.add(kind)
         holds = (i, kind) in self._raised
-        alert = Alert(
-            raised=True,
-            kind=kind,
-            metric=metric,
-            stream=self._streams[i],
-            value=value,
-            threshold=most,
-            at=self.n_tokens,
-        )
+        alert = Alert(True, kind, metric, self._streams[i], value, most, self.n_tokens)
         if value > most:
             self._raised[i, kind] = alert
             if not holds:

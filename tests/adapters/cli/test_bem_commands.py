@@ -186,12 +186,16 @@ def test_training_killed_three_times_ends_bit_identical(place, run, tmp_path):
     assert ended.replace(str(tmp_path / "killed"), str(tmp_path / "whole")) == whole
 
 
+def interrupt(*_):
+    raise KeyboardInterrupt
+
+
 def test_kill_within_the_lora_beside_it_keeps_the_adapter_and_ends_bit_identical(place, run, tmp_path, monkeypatch):
     train = ["train", place / "host", place / "rows.jsonl", *SMALL, "--epochs", "2", "--evaluate-every", "2", "--out"]
     code, whole, errors = run(*train, tmp_path / "whole")
     assert code == 0, errors
     with monkeypatch.context() as patch:
-        patch.setattr(LoraBeside, "save", lambda *_: os.kill(os.getpid(), signal.SIGINT))
+        patch.setattr(LoraBeside, "save", interrupt)
         run(*train, tmp_path / "cut")
     assert (tmp_path / "cut/unfinished.json").exists() and (tmp_path / "cut/bem.safetensors").exists()
     code, ended, errors = run(*train, tmp_path / "cut")

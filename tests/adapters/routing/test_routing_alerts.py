@@ -351,7 +351,7 @@ def test_window_that_raises_an_alert_is_in_no_baseline(first):
     told = [(i, str(a.kind)) for i, share in enumerate([1, *[0.5] * 6]) for a in alerts.add(window_of(share))]
     assert told == [(0, "known"), (1, "known")]
     assert alerts.baseline()[stream, "max_vio", 64] == window_of(0.5).metric("max_vio")[0]
-    [watch] = [watch for watch in alerts._all_watches() if watch.rule is made]
+    [watch] = [watch for watches in alerts._watches.values() for watch in watches if watch.rule is made]
     assert len(set(watch.first[0])) == 1  # not the first window's, and not that in which it was over
 
 

@@ -262,14 +262,10 @@ def test_constant_codes_distil_exactly_and_a_film_is_refused(host, config):
         share = applied[site.key][0, -1]
         assert share < 1
         dense = share * bem.updates[site.key].dense(code)
-        cut = distil(bem, [batch], rank=1)
     name = next(name for name, module in host.named_modules() if module is site.module)
-    assert lora.method == "constant" and lora.error < 1e-12
+    assert lora.error < 1e-12
     assert float((lora.dense(name) - dense).detach().abs().max()) < 1e-6 * float(dense.detach().abs().max())
     assert lora.rank == max(int(torch.linalg.matrix_rank(lora.dense(n), rtol=1e-6)) for n in lora.factors)
-    values = torch.linalg.svdvals(dense.detach())
-    nearest = cut.dense(name) - dense.detach()
-    assert abs(float(nearest.norm()) - float(values[1:].norm())) < 1e-5 * float(values.norm()) and cut.error > 1e-4
     merged = copy.deepcopy(host)
     with torch.no_grad():
         for each in lora.factors:
@@ -277,13 +273,12 @@ def test_constant_codes_distil_exactly_and_a_film_is_refused(host, config):
     assert float((logits(merged, batch["input_ids"]) - said).abs().max()) < 1e-4
 
 
-@pytest.mark.parametrize("method", ["mean", "least_squares"])
-def test_distillation_loss_of_each_form_equals_a_plain_loop(host, config, method):
+def test_distillation_loss_of_each_form_equals_a_plain_loop(host, config):
     if config.form == "film":
         pytest.skip("refused")
     ids, seen, inputs = some_ids(1, 70), [], {}  # more tokens than a site has inputs
     with ExitStack() as stack, randomise(attach_bem(host, config)) as bem:
-        lora = distil(bem, [{"input_ids": ids}], method)
+        lora = distil(bem, [{"input_ids": ids}])
         bem.controller.register_forward_hook(lambda *given: seen.append(given[2]))
         for site in bem.sites:
             hook = lambda module, args, key=site.key: inputs.__setitem__(key, args[0][0])  # noqa: E731

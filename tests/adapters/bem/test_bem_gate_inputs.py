@@ -184,7 +184,7 @@ def test_unsupported_gate_inputs_are_refused():
         attach_bem(make_host(), CONFIG) as bem,
         pytest.raises(ConfigError, match="gates read statistics and retrieval"),
     ):
-        distil(bem, [{"input_ids": IDS}], method="mean")
+        distil(bem, [{"input_ids": IDS}])
     sizes = {"vocab_size": VOCAB, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2,
              "num_attention_heads": 2, "num_key_value_heads": 1, "pad_token_id": PAD}  # fmt: skip
     fused = Phi3ForCausalLM(Phi3Config(**sizes)).eval()

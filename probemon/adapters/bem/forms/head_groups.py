@@ -95,14 +95,6 @@ class HeadGroups(Form):
         squares = ((self.U.mT @ self.U) * (self.V.mT @ self.V)).sum(dim=(1, 2))  # [G]
         return self.scale * root(gates(codes).square() @ squares)
 
-    def flops(self, n_tokens: int) -> int:
-        """See `Form`."""
-        products = 2 * self.rank * (self.n_in + self.n_codes * self.n_out)
-        if self.reads:  # squares and sums of what is read, then a few of each head and weight
-            passes = 2 * ("statistics" in self.reads) + 7 * ("retrieval" in self.reads)
-            products += passes * self.n_in + 8 * self.n_heads + 2 * self.W.numel() + 3 * self.n_codes
-        return n_tokens * (products + self.n_codes * self.rank + self.n_out)
-
 
 def gates(codes: Tensor) -> Tensor:
     """Return independent gates from 0 to 2, unlike a softmax."""

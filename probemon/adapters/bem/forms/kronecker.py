@@ -73,13 +73,6 @@ class Kronecker(Form):
         square = ((codes @ (grams[0] * grams[1])) * codes).sum(dim=-1)
         return self.scale * root(square)
 
-    def flops(self, n_tokens: int) -> int:
-        """See `Form`."""
-        (a1, a2), (b1, b2) = self.shapes
-        first, half = (a1 * a2 * b2, a1 * b2) if self._a_first else (a2 * b1 * b2, a2 * b1)
-        second = a1 * b1 * b2 if self._a_first else a1 * a2 * b1
-        return n_tokens * (self.n_codes * (2 * (first + second) + half) + 2 * self.n_out)
-
 
 def closest_shapes(n_in: int, n_out: int) -> tuple[tuple[int, int], tuple[int, int]]:
     """Return shapes of A and B nearest to the roots of the site's."""

@@ -80,12 +80,6 @@ class RankMask(Form):
         square = ((masks @ ((u.T @ u) * (self.V.T @ self.V))) * masks).sum(dim=-1)
         return self.scale * root(square)
 
-    def flops(self, n_tokens: int, *, constant: bool = False) -> int:
-        """See `Form`. `constant`: one mask for all tokens."""
-        rank = self.active if constant else self.rank
-        rotation = self.rank * (self.rank.bit_length() - 1) if self.hadamard else 0
-        return n_tokens * (2 * rank * (self.n_in + self.n_out) + (0 if constant else rank) + rotation + self.n_out)
-
 
 def top_mask(codes: Tensor, active: int) -> Tensor:
     """Return masks `[M, R]`: 1 at the `active` largest codes, lowest index first."""

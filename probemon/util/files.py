@@ -13,6 +13,8 @@ import os
 import re
 import stat
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -44,11 +46,18 @@ def save_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str
 def write_text_atomically(path: Path, text: str) -> None:
     """Write a file under a temporary name, then rename it."""
     path.parent.mkdir(parents=True, exist_ok=True)
+    with replacing(path) as temporary:
+        temporary.write_text(text, encoding="utf-8")
+        temporary.chmod(0o644)
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """In the block, give a temporary file next to `path`; afterwards rename it to that, or remove it after an error."""
     handle, name = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.parent)
+    os.close(handle)
     try:
-        with os.fdopen(handle, "w", encoding="utf-8") as stream:
-            stream.write(text)
-        os.chmod(name, 0o644)
+        yield Path(name)
         replace_file(name, path)
     except BaseException:
         os.unlink(name)

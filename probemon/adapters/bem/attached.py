@@ -280,30 +280,24 @@ class Bem(nn.Module):
                 f"saved is a {type(saved).__name__}: give the tensors by name that bem.state(cache).tensors() returned"
             )
         state = ControllerState.from_tensors({name: x.to(self.controller.query.device) for name, x in saved.items()})
-        z, dtype = state.history()[0], self.controller.project.weight.dtype
-        if z.dtype != dtype:
+        z, n_rows = state.history()[0], _n_rows(cache)
+        given = (*z.shape, z.dtype)
+        wanted = (
+            len(z) if n_rows is None else n_rows,
+            n_cached(cache, {}),
+            self.config.width,
+            self.controller.project.weight.dtype,
+        )
+        if given != wanted:
             raise BemStateError(
-                f"a state of {z.dtype} for a controller of {dtype}: give the unchanged state.tensors(), or use the"
-                " adapter that it is from"
-            )
-        if (n_rows := _n_rows(cache)) not in (None, len(z)):
-            raise BemStateError(
-                f"a state of {len(z)} rows for a cache of {n_rows}: it is of another cache, or rows of one of them were"
-                " taken out or moved"
-            )
-        n_columns = n_cached(cache, {})
-        if z.shape[1:] != (n_columns, self.config.width):
-            raise BemStateError(
-                f"a state of {z.shape[1]} columns and {z.shape[2]} features for a cache of {n_columns}"
-                f" columns and a controller of {self.config.width}: it is of another cache or adapter"
+                f"a state of (rows, columns, features, dtype) {given} for a cache and controller of {wanted}: give the"
+                " unchanged state.tensors() of this adapter and cache"
             )
         if (state.level is None) != (self.config.level != "auto"):
-            difference = (
-                "has no level of its rows, which this adapter decides"
-                if state.level is None
-                else "has a level of its rows, and this adapter's is fixed"
+            raise BemStateError(
+                f"a state {'without levels' if state.level is None else 'with a level'} of its rows for an adapter of"
+                f" level={self.config.level!r}: it is of another adapter"
             )
-            raise BemStateError(f"the state {difference} (level={self.config.level!r}): it is of another adapter")
         self._states.put(cache, state)
 
 

@@ -13,10 +13,8 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import os
-import tempfile
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,14 +33,12 @@ from probemon.host.fingerprint import active_adapters_fingerprint, fingerprint
 from probemon.host.internals import tensor_parallel_size
 from probemon.host.model import find_layers, hidden_size, model_state
 from probemon.host.settings import model_settings
-from probemon.util.files import save_tensors, sha256, write_text_atomically
+from probemon.util.files import replacing, save_tensors, sha256, write_text_atomically
 
 FORMAT, FORMAT_VERSION = "probemon-bem", 1
 SETTINGS, WEIGHTS = "bem.json", "bem.safetensors"
 # A Trainer's file, the prefix of tensors in it, the tensor of settings.
 CHECKPOINT, OF_OBJECTIVE, STATED = "model.safetensors", "bem.", "settings"
-_UNUSED = "controller.default_code"  # in older adapters without a chunk router
-_ADDED = ("start", "gate_inputs")  # later; older adapters had their defaults
 _AGAIN = "copy the folder again"
 
 
@@ -64,10 +60,9 @@ class Saved:
     def load(self, module: nn.Module) -> None:
         """Load the tensors into an adapter of `config`, in their saved dtypes. Raises `BemFileError`."""
         module_tensors = module.state_dict()
-        tensors = {name: tensor for name, tensor in self.tensors.items() if name != _UNUSED or name in module_tensors}
-        check_tensors(self.weights, module_tensors, tensors)
+        check_tensors(self.weights, module_tensors, self.tensors)
         with torch.inference_mode(False):  # inference tensors cannot learn
-            copies = {name: tensor.to(module_tensors[name].device, copy=True) for name, tensor in tensors.items()}
+            copies = {name: tensor.to(module_tensors[name].device, copy=True) for name, tensor in self.tensors.items()}
             module.load_state_dict(copies, assign=True)
 
 
@@ -125,17 +120,9 @@ def make_folder(folder: Path) -> None:
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
     """Write tensors atomically; return the file's `sha256` and `size` in bytes."""
-    handle, name = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.parent)
-    os.close(handle)
-    temporary = Path(name)
-    try:
+    with replacing(path) as temporary:
         save_tensors(temporary, {key: x.detach().cpu().contiguous() for key, x in tensors.items()})
-        file_info = {"sha256": sha256(temporary), "size": temporary.stat().st_size}
-        temporary.replace(path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
-    return file_info
+        return {"sha256": sha256(temporary), "size": temporary.stat().st_size}
 
 
 def describe(config: BemConfig, model: Any, sites: Sequence[Site]) -> dict[str, Any]:
@@ -177,20 +164,20 @@ def read_saved(folder: Path) -> Saved:
                 f" {CHECKPOINT}, which a Trainer wrote. Move the one that you do not mean to another folder"
             )
     try:
-        settings = json.loads(path.read_text(encoding="utf-8"))
+        text = path.read_bytes()
     except (FileNotFoundError, NotADirectoryError):
         raise BemFileError(
             f"{folder} has no {SETTINGS}: it is not a saved adapter, which bem.save_pretrained(folder) writes, nor a "
             "Trainer's checkpoint of one"
         ) from None
-    except (OSError, RecursionError, ValueError) as error:
-        raise BemFileError(f"{path} cannot be read as JSON ({error}): {_AGAIN}") from None
-    _check_format(path, settings)
-    host, files = settings.get("host"), settings.get("files")
+    except OSError as error:
+        raise BemFileError(f"{path} cannot be read ({error}): {_AGAIN}") from None
+    settings = read_settings(path, text)
+    files = settings.get("files")
     file_info = files.get(WEIGHTS) if isinstance(files, dict) else None
-    if not _has_config_and_sites(settings) or not isinstance(file_info, dict):
-        raise BemFileError(f"{path}: config, host with its sites, or the hash of {WEIGHTS} is missing: {_AGAIN}")
-    if settings.get("sha256") != settings_hash({"config": settings["config"], "host": host, "files": files}):
+    if not isinstance(file_info, dict):
+        raise BemFileError(f"{path}: the hash of {WEIGHTS} is missing: {_AGAIN}")
+    if settings.get("sha256") != settings_hash({name: settings[name] for name in ("config", "host", "files")}):
         raise BemFileError(
             f"{path} is not as save_pretrained wrote it (its hash differs): {_AGAIN}; to change a setting, make a"
             " BemConfig with it and save that adapter"
@@ -236,11 +223,11 @@ def _read_checkpoint(folder: Path) -> Saved:
 
 
 def read_settings(where: object, text: bytes) -> dict[str, Any]:
-    """Parse the bytes of `settings_tensor`. Raises `BemFileError`."""
+    """Parse the settings of an adapter. Raises `BemFileError`."""
     try:
         settings = json.loads(text)
     except (RecursionError, ValueError) as error:
-        raise BemFileError(f"{where}: its settings cannot be read as JSON ({error}): {_AGAIN}") from None
+        raise BemFileError(f"{where} cannot be read as JSON ({error}): {_AGAIN}") from None
     _check_format(where, settings)
     if not _has_config_and_sites(settings):
         raise BemFileError(f"{where}: config, or host with its sites, is missing: {_AGAIN}")
@@ -267,16 +254,21 @@ def _check_format(path: object, settings: Any) -> None:
 
 
 def _read_config(path: Path, config: Mapping[str, Any]) -> BemConfig:
-    missing = [field.name for field in dataclasses.fields(BemConfig) if field.name not in (*config, *_ADDED)]
-    if missing:
-        raise BemFileError(
-            f"{path}: config lacks {', '.join(missing)}, and a default may be another value than it was trained with: "
-            f"{_AGAIN}"
-        )
+    check_complete(path, config)
     try:
         return BemConfig.from_dict(config)
     except ConfigError as error:
         raise BemFileError(f"{path}: {error}") from None
+
+
+def check_complete(where: object, settings: Collection[str]) -> None:
+    """Raise `BemFileError` if a setting of `BemConfig` is missing."""
+    missing = [field.name for field in dataclasses.fields(BemConfig) if field.name not in settings]
+    if missing:
+        raise BemFileError(
+            f"{where}: config lacks {', '.join(missing)}, and a default may be another value than it was trained with: "
+            f"{_AGAIN}"
+        )
 
 
 def _read_tensors(weights: Path) -> dict[str, Tensor]:

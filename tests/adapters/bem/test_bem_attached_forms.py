@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from bem_oracle import FORMS, VOCAB, make_host, randomise
+from bem_oracle import FORMS, VOCAB, make_host, matrix_of, randomise
 from conftest import PAD
 from probemon.adapters.bem import BemConfig, attach_bem
 from probemon.adapters.bem.distil import distil
@@ -112,7 +112,7 @@ def test_each_site_adds_its_dense_update_within_the_limits(host, config, limits)
                 gamma, beta = (half[0].detach() for half in form.gamma_beta(code[None]))
                 updates[site] = torch.diag(gamma), beta
             else:
-                updates[site] = form.dense(code).detach(), torch.zeros(site.n_out, dtype=torch.float64)
+                updates[site] = matrix_of(form, code).detach(), torch.zeros(site.n_out, dtype=torch.float64)
         total = sum(float(matrix.norm()) ** 2 + float(beta.norm()) ** 2 for matrix, beta in updates.values()) ** 0.5
         shrink = 1.0 if trust is None else min(1.0, trust / total)
         for site, (matrix, beta) in updates.items():
@@ -261,7 +261,7 @@ def test_constant_codes_distil_exactly_and_a_film_is_refused(host, config):
         site = bem.sites[0]
         share = applied[site.key][0, -1]
         assert share < 1
-        dense = share * bem.updates[site.key].dense(code)
+        dense = share * matrix_of(bem.updates[site.key], code)
     name = next(name for name, module in host.named_modules() if module is site.module)
     assert lora.error < 1e-12
     assert float((lora.dense(name) - dense).detach().abs().max()) < 1e-6 * float(dense.detach().abs().max())
@@ -289,7 +289,7 @@ def test_distillation_loss_of_each_form_equals_a_plain_loop(host, config):
         for site in bem.sites:
             name = next(name for name, module in host.named_modules() if module is site.module)
             for x, code in zip(inputs[site.key], applied[site.key][0].detach(), strict=True):
-                routed = code[-1] * bem.updates[site.key].dense(code[:-1]) @ x
+                routed = code[-1] * matrix_of(bem.updates[site.key], code[:-1]) @ x
                 lost += float((routed - lora.dense(name) @ x).detach().square().sum())
                 total += float(routed.detach().square().sum())
     assert lost / total > 1e-4 and abs(lora.error - lost / total) < 1e-4 * lost / total

@@ -16,6 +16,7 @@ import torch
 from bem_forms import counted
 from bem_oracle import make_host, randomise
 from comparisons import adjusted, compare, pareto, pareto_shares, sign_flip
+from flops import flops
 from gates import (
     FAILED,
     NOT_JUDGED,
@@ -29,7 +30,7 @@ from gates import (
     promoted,
 )
 from probemon.adapters.bem import BemConfig, attach_bem
-from probemon.adapters.bem.evaluation.budget import flops, n_trainable, solve
+from probemon.adapters.bem.evaluation.budget import n_trainable, solve
 from probemon.adapters.bem.evaluation.latency import Timed, median_ratio, take_turns
 from probemon.adapters.bem.evaluation.profiler import peak_memory, profile_sites
 from probemon.adapters.bem.evaluation.statistics import document_interval, median_interval, quantile_interval

@@ -5,10 +5,10 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from bem_oracle import VOCAB, make_host, randomise
+from bem_toys import imitation_error
 from probemon.adapters.bem import BemConfig, attach_bem
 from probemon.adapters.bem.distil import distil
 from probemon.adapters.bem.evaluation.held_out import measure
-from probemon.adapters.bem.imitation import imitation_error
 from probemon.adapters.bem.losses import adapter_losses, recorded_codes
 from probemon.adapters.bem.training import evaluate
 from probemon.errors import UnsupportedModel

@@ -1,9 +1,8 @@
-"""Fits an adapter to a budget of trainable numbers, and counts costs.
+"""Fits an adapter to a budget of trainable numbers.
 
 solved = solve(model, BemConfig(form="kronecker", terms=1), budget=3_072)
 solved.config, solved.n_trainable, solved.off
 n_trainable(model, config)                           # without making it
-flops(lambda: model(ids))
 """
 
 from __future__ import annotations
@@ -14,8 +13,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import FlopCounterMode
 
 from probemon.adapters.bem.config import BemConfig
 from probemon.adapters.bem.controller import Controller
@@ -76,26 +73,6 @@ def n_trainable(model: Any, config: BemConfig) -> int:
     """Return how many numbers an adapter of this config trains. Raises `ConfigError` or `UnsupportedModel`."""
     model = unwrap(model)
     return _count(model, find_sites(model, config), config)
-
-
-def flops(call: Callable[[], object]) -> int:
-    """Return a call's operations: two for a multiply-add, one for each pointwise result."""
-    pointwise = _Pointwise()
-    with FlopCounterMode(display=False) as products, pointwise:
-        call()
-    return int(products.get_total_flops()) + pointwise.n
-
-
-class _Pointwise(TorchDispatchMode):
-    """Counts results of pointwise operations."""
-
-    n = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = func(*args, **(kwargs or {}))
-        if torch.Tag.pointwise in func.tags:
-            self.n += sum(x.numel() for x in (made if isinstance(made, tuple) else (made,)))
-        return made
 
 
 def _sized(config: BemConfig, size: int) -> BemConfig:

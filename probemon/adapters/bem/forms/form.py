@@ -31,10 +31,6 @@ class Form(nn.Module):
     def frobenius(self, codes: Tensor) -> Tensor:
         """Return only the Frobenius norms `[M]`, differentiably."""
 
-    def dense(self, code: Tensor) -> Tensor | None:
-        """Return the update of code `[n]` as a matrix `[out, in]`; None if it is not one."""
-        return None
-
 
 def first_factor(*shape: int, n_in: int, generator: torch.Generator) -> nn.Parameter:
     """Return a factor initialised like a linear layer of `n_in` inputs."""

@@ -76,11 +76,6 @@ class HeadGroups(Form):
         flat = weighted.transpose(0, 1).flatten(1)
         return torch.addmm(base, flat, self.U.permute(0, 2, 1).flatten(0, 1), alpha=self.scale)
 
-    def dense(self, code: Tensor) -> Tensor:
-        """See `Form`."""
-        blocks = self.scale * gates(code)[:, None, None] * (self.U @ self.V.mT)  # [G, out, in / G]
-        return blocks.transpose(0, 1).flatten(1)
-
     def sizes(self, codes: Tensor) -> tuple[Tensor, Tensor]:
         """See `Form`; both exact, as the stacked U is a rotation times `R_U`."""
         stacked = self.U.permute(1, 0, 2).flatten(1)  # [out, G r]

@@ -56,11 +56,6 @@ class Kronecker(Form):
         (a1, a2), (b1, b2) = self.shapes
         return a1 * b2 * (a2 + b1) <= a2 * b1 * (b2 + a1)
 
-    def dense(self, code: Tensor) -> Tensor:
-        """See `Form`."""
-        terms = [c * torch.kron(a, b) for c, a, b in zip(code, self.A, self.B, strict=True)]
-        return self.scale * torch.stack(terms).sum(dim=0)
-
     def sizes(self, codes: Tensor) -> tuple[Tensor, Tensor]:
         """See `Form`. Exact for one term, else `scale sum |c_k| sigma1(A_k) sigma1(B_k)`, at most the norm."""
         norms = torch.linalg.matrix_norm(self.A, 2) * torch.linalg.matrix_norm(self.B, 2)

@@ -156,25 +156,16 @@ def _check(kinds: tuple[tuple[torch.Size, torch.dtype, torch.device] | None, ...
             n = n_in * w
             router_shapes = zip(_PARTS_OF_ROUTER, ((n,), (n,), (w, n), (w,), (r, w), (r,)), strict=True)
             expected |= {f"{router}.{part}": shape for part, shape in router_shapes}
-    if shapes != expected:
-        wrong = {
-            name: (shapes.get(name), expected.get(name)) for name in names if shapes.get(name) != expected.get(name)
-        }
+    given, dtype, device = present["hidden"][1], present["open"][1], present["hidden"][2]
+    dtypes = {"n": torch.int64, "real": torch.bool, "hidden": given if given.is_floating_point else dtype}
+    wanted = {name: (shape, dtypes.get(name, dtype), device) for name, shape in expected.items()}
+    have = {name: (shapes[name], *kind[1:]) for name, kind in present.items()}
+    wrong = {name: (have.get(name), wanted.get(name)) for name in names if have.get(name) != wanted.get(name)}
+    if wrong:
         raise ConfigError(
-            f"shapes differ as (given, expected) in {wrong}: give weights by their names in the"
-            " controller, and one column of B rows"
+            f"inputs differ as (given, expected) in {wrong}: give weights by their names in the controller, and one"
+            " column of B rows, on one device"
         )
-    dtype, device = present["open"][1], present["hidden"][2]
-    for name, (_, tensor_dtype, tensor_device) in present.items():
-        if name == "hidden":
-            fine = tensor_dtype.is_floating_point
-        else:
-            fine = tensor_dtype == {"n": torch.int64, "real": torch.bool}.get(name, dtype)
-        if tensor_device != device or not fine:
-            raise ConfigError(
-                f"{name} is {tensor_dtype} on {tensor_device}; hidden is on {device}, open {dtype}: n is int64, real"
-                " bool, hidden floating, all else as open, on one device"
-            )
     if dtype not in (torch.float32, torch.float64):
         raise ConfigError(
             f"the carry is {dtype}: the kernel has torch.float32 and torch.float64; use impl='reference' for others"

@@ -32,7 +32,7 @@ from probemon.adapters.bem.int8 import make_int8
 from probemon.adapters.bem.levels import LearnedLevels
 from probemon.adapters.bem.measures import Measured
 from probemon.adapters.bem.model_hooks import Host, ModelHooks, take_layer_hook
-from probemon.adapters.bem.saved import check_host, check_kept, read_saved, write_saved
+from probemon.adapters.bem.saved import check_fit, check_kept, read_saved, write_saved
 from probemon.adapters.bem.sharded import check_spread
 from probemon.adapters.bem.sites import device_of, find_sites, make_updates
 from probemon.adapters.bem.state import ControllerState, States
@@ -239,7 +239,7 @@ class Bem(nn.Module):
     def from_pretrained(cls, model: Any, folder: str | Path, *, strict: bool = False, **how: Any) -> Bem:
         """Attach what `save_pretrained` wrote. Raises `BemFileError`, `ModelMismatch`, and as `attach_bem`."""
         saved = read_saved(Path(folder))
-        check_host(saved, unwrap(model), strict=strict)
+        check_fit(saved.folder, saved.host, saved.config, unwrap(model), strict=strict, stacklevel=4)
         # A start would be overwritten.
         bem = cls(model, replace(saved.config, start="random"), **how)
         bem.config = saved.config

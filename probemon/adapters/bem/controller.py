@@ -21,9 +21,9 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import math
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -107,23 +107,17 @@ class _Chunks:
     energy: Tensor | None  # [B, K + 1], of the chunk before
 
 
-class RouteGuard(Protocol):
-    """Runs in place of `route`, and may return other codes."""
-
-    def __call__(self, controller: Controller, hidden: Tensor, real: Tensor, state: ControllerState) -> Codes: ...
-
-
 class Controller(nn.Module):
     """Reads one layer's input and returns `Codes`, which a forward hook may replace.
 
-    `guard`: may fall back to static codes.
+    `guard`: runs in place of `route`, and may return other codes.
     `checkpointed`: recompute codes in the backward pass (Chen et al. 2016).
     `needed`: levels to compute.
     `fused`: run one column in Triton, unless checkpointed.
     """
 
     needed: Collection[str] = LEVELS
-    guard: RouteGuard | None = None
+    guard: Callable[[Controller, Tensor, Tensor, ControllerState], Codes] | None = None
     checkpointed = False
     fused = False
 
@@ -214,13 +208,8 @@ class Controller(nn.Module):
 
     def _step(self, before: Carry, hidden: Tensor, real: Tensor, level: Tensor | None) -> tuple[Tensor, Carry, Codes]:
         kernel: Any = importlib.import_module("probemon.adapters.bem.kernels.controller")  # imports Triton
-        config = self.config
-        under, over = [LEVELS.index(config.level)] * 2 if config.level in LEVELS else (TOKEN, CHUNK)
-        settings = kernel.StepSettings(
-            config.ema, config.max_norm, config.prefix_tokens, config.token_limit, under, over
-        )
         carry = (before.n, before.open, before.code, before.summary, before.log_mass, before.confidence)
-        step = kernel.controller_step(hidden, real, carry, named_weights(self), settings)
+        step = kernel.controller_step(hidden, real, carry, named_weights(self), self.config)
         codes = Codes(
             prefix=step.prefix,
             chunk=step.chunk,

@@ -42,7 +42,7 @@ from probemon.adapters.bem.training import TrainingHistory, TrainSettings, fit
 from probemon.adapters.bem.twins import Twin, check_has_twin, low_rank_twin
 from probemon.errors import BemError, ConfigError, UnsupportedModel
 from probemon.host.model import find_layers
-from probemon.util.checks import LARGEST, check_number, is_int, is_number
+from probemon.util.checks import LARGEST, check_count, check_number
 from probemon.util.files import write_text_atomically
 
 STARTS = ("nearest", "fresh")
@@ -166,8 +166,8 @@ def distil_trained(
     Raises as `distil` and `train`.
     """
     _check_rank(rank)
-    if not is_number(labels) or not 0 <= labels <= 1:
-        raise ConfigError(f"labels is {labels!r}: give 0 (only the adapter) to 1 (only the labels)")
+    remedy = "give 0 (only the adapter) to 1 (only the labels)"
+    check_number("labels", labels, low=0, high=1, remedy=remedy)
     if start not in (None, *STARTS):
         raise ConfigError(f"start is {start!r}: give {' or '.join(map(repr, STARTS))}, or None to choose")
     nearest, model = distil(bem, batches, rank=rank, ridge=None), bem.host
@@ -225,8 +225,8 @@ def distil_trained(
 
 
 def _check_rank(rank: int | None) -> None:
-    if rank is not None and not (is_int(rank) and 1 <= rank <= 4096):
-        raise ConfigError(f"rank is {rank!r}: give 1 to 4096, or None for the adapter's")
+    if rank is not None:
+        check_count("rank", rank, least=1, most=4096, remedy="give 1 or more, or None for the adapter's")
 
 
 def _balanced(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:

@@ -78,8 +78,7 @@ def packing_of(host: Any, inputs: Mapping[str, Any]) -> Packing | None:
         )
     assert isinstance(positions, Tensor)
     starts = _checked_starts(positions).expand(tokens.shape[:2])
-    by_position = [*starts.flatten().nonzero()[:, 0].tolist(), starts.numel()]
-    if ends is not None and torch.as_tensor(ends).flatten().tolist() != by_position:
+    if ends is not None and torch.as_tensor(ends).flatten().tolist() != _ends_of(starts):
         raise UnsupportedDecoding(
             "several sequences packed in one row begin elsewhere by position_ids than by cu_seq_lens_q: give the same"
             " of both"
@@ -96,6 +95,10 @@ def _checked_starts(positions: Tensor) -> Tensor:
             f" and here one of them does not begin at 0, so that where it begins is a guess: {_REMEDY}"
         )
     return starts
+
+
+def _ends_of(starts: Tensor) -> list[int]:
+    return [*starts.flatten().nonzero()[:, 0].tolist(), starts.numel()]
 
 
 def _check_host(model: Any, inputs: Mapping[str, Any], tokens: Tensor) -> None:

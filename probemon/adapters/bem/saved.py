@@ -2,7 +2,7 @@
 
     write_saved(folder, config, model, sites, tensors)
     saved = read_saved(folder)                        # raises BemFileError
-    check_host(saved, model, strict=False)            # raises ModelMismatch
+    check_fit(folder, saved.host, saved.config, model, strict=False)                # raises ModelMismatch
 
 A Trainer's checkpoint of an `Objective` is read too. Nothing is unpickled. Weights are written first and the settings
 hold their hash, so that a crash between the two is noticed.
@@ -39,6 +39,8 @@ FORMAT, FORMAT_VERSION = "probemon-bem", 1
 SETTINGS, WEIGHTS = "bem.json", "bem.safetensors"
 # A Trainer's file, the prefix of tensors in it, the tensor of settings.
 CHECKPOINT, OF_OBJECTIVE, STATED = "model.safetensors", "bem.", "settings"
+_UNUSED = "controller.default_code"  # in older adapters without a chunk router
+_ADDED = ("start", "gate_inputs")  # later; older adapters had their defaults
 _AGAIN = "copy the folder again"
 
 
@@ -60,9 +62,10 @@ class Saved:
     def load(self, module: nn.Module) -> None:
         """Load the tensors into an adapter of `config`, in their saved dtypes. Raises `BemFileError`."""
         module_tensors = module.state_dict()
-        check_tensors(self.weights, module_tensors, self.tensors)
+        tensors = {name: tensor for name, tensor in self.tensors.items() if name != _UNUSED or name in module_tensors}
+        check_tensors(self.weights, module_tensors, tensors)
         with torch.inference_mode(False):  # inference tensors cannot learn
-            copies = {name: tensor.to(module_tensors[name].device, copy=True) for name, tensor in self.tensors.items()}
+            copies = {name: tensor.to(module_tensors[name].device, copy=True) for name, tensor in tensors.items()}
             module.load_state_dict(copies, assign=True)
 
 
@@ -263,7 +266,7 @@ def _read_config(path: Path, config: Mapping[str, Any]) -> BemConfig:
 
 def check_complete(where: object, settings: Collection[str]) -> None:
     """Raise `BemFileError` if a setting of `BemConfig` is missing."""
-    missing = [field.name for field in dataclasses.fields(BemConfig) if field.name not in settings]
+    missing = [field.name for field in dataclasses.fields(BemConfig) if field.name not in (*settings, *_ADDED)]
     if missing:
         raise BemFileError(
             f"{where}: config lacks {', '.join(missing)}, and a default may be another value than it was trained with: "
@@ -285,11 +288,6 @@ def _read_tensors(weights: Path) -> dict[str, Tensor]:
 def settings_hash(settings: Mapping[str, Any]) -> str:
     """Return the SHA-256 of config, host and files."""
     return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
-
-
-def check_host(saved: Saved, model: Any, *, strict: bool) -> None:
-    """As `check_fit`, for a saved adapter."""
-    check_fit(saved.folder, saved.host, saved.config, model, strict=strict, stacklevel=5)
 
 
 def check_fit(

@@ -485,9 +485,7 @@ def test_mismatched_inputs_are_refused_before_the_kernel_runs(change, message, l
         {name: given[name] for name in weights if given[name] is not None},
     )
     with pytest.raises(ConfigError, match=message):
-        bem_controller.controller_step(
-            given["hidden"], given["real"], carry, weights, bem_controller.StepSettings(0.7, 3.0, 8, 9, 2, 2)
-        )
+        bem_controller.controller_step(given["hidden"], given["real"], carry, weights, fused.config)
     assert not launched
 
 

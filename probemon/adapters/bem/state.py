@@ -142,12 +142,7 @@ class ControllerState:
     def from_tensors(cls, saved: Mapping[str, Tensor]) -> ControllerState:
         """Make a state of the result of `tensors`. Raises `BemStateError`."""
         z, real, level = saved.get("z"), saved.get("real"), saved.get("level")
-        fits = z is not None and real is not None and z.dim() == 3
-        fits = fits and real.shape == z.shape[:2] and real.dtype == torch.bool
-        if fits and level is not None:
-            fits = level.shape == z.shape[:1] and level.dtype == torch.int64
-            fits = fits and bool(((level >= 0) & (level < len(LEVELS))).all())
-        if not fits:
+        if z is None or real is None or not _is_state(z, real, level):
             shapes = {name: (tuple(x.shape), str(x.dtype)) for name, x in saved.items()}
             raise BemStateError(
                 f"tensors {shapes} are not a controller's state: expected z [B, L, w], real [B, L] bool and, if decided"
@@ -156,6 +151,15 @@ class ControllerState:
         state = cls(len(z), level)
         state._pieces, state.n_columns = [(z, real)], z.shape[1]
         return state
+
+
+def _is_state(z: Tensor, real: Tensor, level: Tensor | None) -> bool:
+    if z.dim() != 3 or real.shape != z.shape[:2] or real.dtype != torch.bool:
+        return False
+    if level is None:
+        return True
+    fits = level.shape == z.shape[:1] and level.dtype == torch.int64
+    return fits and bool(((level >= 0) & (level < len(LEVELS))).all())
 
 
 _FOLLOWED = ("reorder_cache", "batch_repeat_interleave", "batch_select_indices", "reset")

@@ -34,9 +34,10 @@ import torch
 import yaml
 from torch import nn
 
+from flops import flops
 from gates import budget
 from probemon.adapters.bem import Bem, BemConfig, attach_bem
-from probemon.adapters.bem.evaluation.budget import flops, solve
+from probemon.adapters.bem.evaluation.budget import solve
 from probemon.adapters.bem.evaluation.held_out import label_losses
 from probemon.adapters.bem.evaluation.latency import median_ratio, take_turns
 from probemon.adapters.bem.evaluation.profiler import peak_memory

@@ -32,7 +32,7 @@ import gates
 from comparisons import compare, pareto, pareto_shares
 from domain_arms import METHODS, Results, made
 from domains import DOMAINS, HEADERS, Domains
-from probemon.adapters.bem.evaluation.budget import flops
+from flops import flops
 from probemon.adapters.bem.evaluation.latency import Timed, median_ratio, take_turns
 from probemon.adapters.bem.evaluation.profiler import peak_memory, profile_sites
 from probemon.util.cache_folders import cache_dir

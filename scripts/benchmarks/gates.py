@@ -13,10 +13,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from comparisons import adjusted, compare
-from probemon.adapters.bem.evaluation.budget import budget_gates
 from probemon.adapters.bem.evaluation.statistics import median_interval
 from probemon.errors import ConfigError
-from probemon.util.checks import check_mapping, shown
+from probemon.util.checks import check_mapping, check_number, shown
 
 PASSED, FAILED, NOT_JUDGED = "passed", "failed", "not judged"
 CUT_INVARIANCE = 1e-5
@@ -25,6 +24,7 @@ SIGNIFICANT = 0.05
 ROBUST = 0.9  # share of drawn seeds in which a variant is on a frontier
 FRONTIERS = 2
 LATENCY = 1.15  # of an unmerged LoRA's
+TOLERANCE = 0.05  # of a LoRA's costs
 
 
 @dataclass(frozen=True)
@@ -65,10 +65,25 @@ def integrity(errors: Mapping[str, float | None]) -> Gate:
 
 
 def budget(costs: Mapping[str, float], of_lora: Mapping[str, float]) -> list[Gate]:
-    """A gate for each cost, as parameters, operations and memory: at most 5 % over the LoRA's, which has as many
-    parameters (`probemon.adapters.bem.evaluation.budget.budget_gates`).
+    """A gate for each cost by name: "parameters" must be within 5 % of the LoRA's, others (operations, bytes of memory)
+    at most 5 % over them. Raises `ConfigError` for what is no cost, or if the LoRA lacks one.
     """
-    return [Gate(gate.name, gate.verdict, gate.why) for gate in budget_gates(costs, of_lora)]
+    check_mapping("costs", costs)
+    if missing := sorted(costs.keys() - check_mapping("of_lora", of_lora).keys()):
+        raise ConfigError(f"the LoRA's {missing[0]} are missing: give the same costs of both")
+    gates = []
+    for name, cost in costs.items():
+        beside = of_lora[name]
+        for value in (cost, beside):
+            check_number(name, value, low=0, remedy="give a number from 0")
+        if not beside:
+            gates.append(Gate(name, NOT_JUDGED, f"the LoRA's {name} are 0: nothing to compare {cost:,.0f} with"))
+            continue
+        off = cost / beside - 1
+        held = (abs(off) if name == "parameters" else off) <= TOLERANCE + 1e-12
+        why = f"{cost:,.0f} beside {beside:,.0f}: {off:+.2%}"
+        gates.append(Gate(name, PASSED if held else FAILED, why))
+    return gates
 
 
 def no_regression(relative_differences: Mapping[str, Sequence[float]]) -> Gate:

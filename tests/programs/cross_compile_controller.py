@@ -13,10 +13,11 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from probemon.adapters.bem.config import BemConfig
 from probemon.adapters.bem.kernels import controller as bem_controller
 from probemon.adapters.bem.kernels import controller_forward as bem_step
 
-SETTINGS = bem_controller.StepSettings(ema=0.5, max_norm=3.0, prefix_tokens=128, token_limit=512, under=2, over=1)
+SETTINGS = BemConfig()
 OPTIONS = ("num_warps", "enable_fp_fusion")
 INT64 = ("n_ptr", "n_out_ptr", "index_out_ptr", "level_out_ptr")
 BOOL = ("real_ptr", "boundary_out_ptr")

@@ -12,6 +12,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from conftest import EOS, PAD
 from probemon.adapters.bem import BemConfig
+from probemon.adapters.bem.forms.head_groups import HeadGroups
+from probemon.adapters.bem.forms.kronecker import Kronecker
+from probemon.adapters.bem.forms.rank_mask import RankMask, top_mask
 
 VOCAB = 61
 SHAPES = {
@@ -30,6 +33,19 @@ FORMS = {
     "kronecker": BemConfig(form="kronecker", terms=2, sites=("v", "o", "down"), **_COMMON),
     "film": BemConfig(form="film", rank=3, **_COMMON),
 }
+
+
+def matrix_of(form, code):
+    """The update of a code `[n]` as a matrix `[out, in]`; None for a film, which is not one."""
+    if isinstance(form, HeadGroups):
+        blocks = 2 * torch.sigmoid(code)[:, None, None] * (form.U @ form.V.mT)  # [G, out, in / G]
+        return form.scale * blocks.transpose(0, 1).flatten(1)
+    if isinstance(form, Kronecker):
+        terms = [c * torch.kron(a, b) for c, a, b in zip(code, form.A, form.B, strict=True)]
+        return form.scale * torch.stack(terms).sum(dim=0)
+    if isinstance(form, RankMask):
+        return form.scale * form.U @ form.rotated(form.V * top_mask(code[None], form.active)).T
+    return None
 
 
 def make_host(shape="llama", seed=0, layers=2, noise=0.0, key_value_heads=1):

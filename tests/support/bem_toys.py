@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from probemon.adapters.bem import Bem, BemConfig, attach_bem
-from probemon.adapters.bem.imitation import imitate, imitation_error
-from probemon.adapters.bem.losses import Batch, LossWeights
+from probemon.adapters.bem.imitation import compared, imitate
+from probemon.adapters.bem.losses import Batch, LossWeights, mode
 from probemon.adapters.bem.training import TrainSettings, fit, train
 
 N_CONTENT, N_PREFIX, N_STEPS_OF_TEXT, NOISE = 16, 8, 24, 0.1
@@ -135,6 +135,23 @@ def with_experts(batches: Sequence[Batch], experts: Tensor) -> list[dict[str, Te
             {"input_ids": ids, "expert_codes": experts[torch.arange(len(ids)) % len(experts)], "counted": counted}
         )
     return made
+
+
+@torch.no_grad()
+def imitation_error(bem: Bem, batches: Sequence[Batch]) -> float:
+    """The squared distance to the experts' codes over that of their mean: 0 is exact."""
+    pairs = []
+    with mode(bem.host, training=False):
+        for batch in batches:
+            codes, wanted = compared(bem, batch)
+            if bem.levels is None:
+                taken = torch.stack(list(codes.values()))
+            else:
+                chosen = bem.levels.chosen()
+                taken = torch.stack([codes[chosen.get(site.name, "chunk")] for site in bem.sites])
+            pairs.append((taken.flatten(0, 1), wanted.expand_as(taken).flatten(0, 1)))
+    given, experts = (torch.cat(parts).double() for parts in zip(*pairs, strict=True))
+    return float((given - experts).square().sum() / (experts - experts.mean(dim=0)).square().sum())
 
 
 def imitated(seed: int, n_steps: int, level: str) -> dict[str, float]:

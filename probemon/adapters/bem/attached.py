@@ -32,7 +32,7 @@ from probemon.adapters.bem.int8 import make_int8
 from probemon.adapters.bem.levels import LearnedLevels
 from probemon.adapters.bem.measures import Measured
 from probemon.adapters.bem.model_hooks import Host, ModelHooks, take_layer_hook
-from probemon.adapters.bem.saved import check_host, check_kept, read_saved, write_saved
+from probemon.adapters.bem.saved import check_fit, check_kept, read_saved, write_saved
 from probemon.adapters.bem.sharded import check_spread
 from probemon.adapters.bem.sites import device_of, find_sites, make_updates
 from probemon.adapters.bem.state import ControllerState, States
@@ -239,7 +239,7 @@ class Bem(nn.Module):
     def from_pretrained(cls, model: Any, folder: str | Path, *, strict: bool = False, **how: Any) -> Bem:
         """Attach what `save_pretrained` wrote. Raises `BemFileError`, `ModelMismatch`, and as `attach_bem`."""
         saved = read_saved(Path(folder))
-        check_host(saved, unwrap(model), strict=strict)
+        check_fit(saved.folder, saved.host, saved.config, unwrap(model), strict=strict, stacklevel=4)
         # A start would be overwritten.
         bem = cls(model, replace(saved.config, start="random"), **how)
         bem.config = saved.config
@@ -280,30 +280,24 @@ class Bem(nn.Module):
                 f"saved is a {type(saved).__name__}: give the tensors by name that bem.state(cache).tensors() returned"
             )
         state = ControllerState.from_tensors({name: x.to(self.controller.query.device) for name, x in saved.items()})
-        z, dtype = state.history()[0], self.controller.project.weight.dtype
-        if z.dtype != dtype:
+        z, n_rows = state.history()[0], _n_rows(cache)
+        given = (*z.shape, z.dtype)
+        wanted = (
+            len(z) if n_rows is None else n_rows,
+            n_cached(cache, {}),
+            self.config.width,
+            self.controller.project.weight.dtype,
+        )
+        if given != wanted:
             raise BemStateError(
-                f"a state of {z.dtype} for a controller of {dtype}: give the unchanged state.tensors(), or use the"
-                " adapter that it is from"
-            )
-        if (n_rows := _n_rows(cache)) not in (None, len(z)):
-            raise BemStateError(
-                f"a state of {len(z)} rows for a cache of {n_rows}: it is of another cache, or rows of one of them were"
-                " taken out or moved"
-            )
-        n_columns = n_cached(cache, {})
-        if z.shape[1:] != (n_columns, self.config.width):
-            raise BemStateError(
-                f"a state of {z.shape[1]} columns and {z.shape[2]} features for a cache of {n_columns}"
-                f" columns and a controller of {self.config.width}: it is of another cache or adapter"
+                f"a state of (rows, columns, features, dtype) {given} for a cache and controller of {wanted}: give the"
+                " unchanged state.tensors() of this adapter and cache"
             )
         if (state.level is None) != (self.config.level != "auto"):
-            difference = (
-                "has no level of its rows, which this adapter decides"
-                if state.level is None
-                else "has a level of its rows, and this adapter's is fixed"
+            raise BemStateError(
+                f"a state {'without levels' if state.level is None else 'with a level'} of its rows for an adapter of"
+                f" level={self.config.level!r}: it is of another adapter"
             )
-            raise BemStateError(f"the state {difference} (level={self.config.level!r}): it is of another adapter")
         self._states.put(cache, state)
 
 

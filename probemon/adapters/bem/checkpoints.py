@@ -1,8 +1,8 @@
 """Gradient checkpointing of the model: layers run again with the codes of their forward.
 
-The controller runs once, outside of checkpoints. Non-reentrant ones keep the graph, through which gradients reach the
-codes. In reentrant ones codes are leaves. Their gradients are passed on where the controller reads, which the backward
-pass reaches last. A layer's parameters that were frozen in the forward are frozen when it runs again.
+The controller runs once, outside of checkpoints. These keep the graph, through which gradients reach the codes:
+reentrant ones, which would not, are run as the others. A layer's parameters that were frozen in the forward are frozen
+when it runs again.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from probemon.adapters.bem.forwards import Forward, frozen
 from probemon.errors import BemError
 from probemon.host.internals import checkpoint_function, set_checkpoint_function
 
-# run(forward, by_leaf, what, args) calls `what(*args)` within `forward`.
-Run = Callable[[Forward, bool, Callable[..., Any], tuple[Any, ...]], Any]
+# run(forward, what, args) calls `what(*args)` within `forward`.
+Run = Callable[[Forward, Callable[..., Any], tuple[Any, ...]], Any]
 
 
 class Checkpoints:
@@ -28,16 +28,13 @@ class Checkpoints:
 
         checkpoints = Checkpoints(layers, read_layer, run, read)
         checkpoints.follow(forward)               # before its layers
-        hidden = checkpoints.with_gradients(forward, hidden)             # at the layer that is read
         checkpoints.leave()
 
     `run`: runs a layer again.
     `read(hidden)`: runs the controller, if hooks of layer `read_layer` run within its checkpoint.
     """
 
-    def __init__(
-        self, layers: Iterable[nn.Module], read_layer: int, run: Run, read: Callable[[Tensor], Tensor]
-    ) -> None:
+    def __init__(self, layers: Iterable[nn.Module], read_layer: int, run: Run, read: Callable[[Tensor], None]) -> None:
         self._layers, self._read_layer, self.run, self._read = list(layers), read_layer, run, read
         self._patched: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
@@ -78,13 +75,6 @@ class Checkpoints:
                     above.function = bound.function
         self._patched.clear()
 
-    @staticmethod
-    def with_gradients(forward: Forward, hidden: Tensor) -> Tensor:
-        """Return `hidden`, through which gradients of leaves reach the controller."""
-        assert forward.applied is not None
-        result: Tensor = _Handover.apply(hidden, forward, tuple(forward.applied), *forward.applied.values())
-        return result
-
 
 class _Bound:
     """A layer's checkpoint function, bound to the newest `forward`."""
@@ -96,7 +86,7 @@ class _Bound:
         owner: Checkpoints,
         layer: nn.Module,
         function: Callable[..., Any],
-        read: Callable[[Tensor], Tensor] | None,
+        read: Callable[[Tensor], None] | None,
     ) -> None:
         self.owner, self.function, self._read = owner, function, read
         self._layer = weakref.ref(layer)
@@ -104,10 +94,12 @@ class _Bound:
     def __call__(self, what: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         forward = self.forward
         if self._read is not None and forward.applied is None and not forward.off:
-            args = (self._read(args[0]), *args[1:])
+            self._read(args[0])
         layer = self._layer()
         assert layer is not None
         still = [parameter for parameter in layer.parameters() if not parameter.requires_grad]
+        if isinstance(self.function, partial):  # transformers makes it of torch's checkpoint
+            kwargs = {**kwargs, "use_reentrant": False}
         return self.function(_Again(what, forward, self.owner.run, still), *args, **kwargs)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -126,24 +118,11 @@ class _Again:
 
     def __init__(self, what: Callable[..., Any], forward: Forward, run: Run, still: Sequence[nn.Parameter]) -> None:
         self._what, self._forward, self._run, self._still = what, forward, run, still
-        self._gradients, self._ran, self._reentrant = torch.is_grad_enabled(), False, False
+        self._gradients, self._ran = torch.is_grad_enabled(), False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.is_grad_enabled() != self._gradients:
+            raise BemError("a reentrant checkpoint of another library than torch keeps no graph: use one that does")
         is_rerun, self._ran = self._ran, True
-        if not is_rerun:  # a reentrant checkpoint runs its forward without a graph
-            self._reentrant = self._gradients and not torch.is_grad_enabled()
         with frozen(self._still if is_rerun else ()):
-            return self._run(self._forward, is_rerun and self._reentrant, partial(self._what, **kwargs), args)
-
-
-class _Handover(torch.autograd.Function):
-    """Identity; its backward returns the gradients of leaves."""
-
-    @staticmethod
-    def forward(ctx: Any, hidden: Tensor, forward: Forward, keys: tuple[str, ...], *codes: Tensor) -> Tensor:
-        ctx.of_forward, ctx.keys = forward, keys
-        return hidden.view_as(hidden)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override,unused-ignore]
-        return (grad, None, None, *(ctx.of_forward.take_gradient(key) for key in ctx.keys))
+            return self._run(self._forward, partial(self._what, **kwargs), args)

@@ -161,13 +161,9 @@ class BemConfig:
         fine = _is_tuple_of_different(self.sites, lambda kind: kind in KINDS)
         self._check("sites", fine, f"give a tuple of some of {', '.join(KINDS)}, each once")
         self._check("level", self.level in POLICIES, f"give one of {', '.join(POLICIES)}")
-        limits = self.auto_limits
-        fine = isinstance(limits, tuple) and len(limits) == 2 and all(map(is_int, limits))
-        fine = fine and 0 <= limits[0] <= limits[1]
+        fine = _is_pair(self.auto_limits, is_int, LARGEST)
         self._check("auto_limits", fine, "give two numbers of tokens, the smaller first")
-        spreads = self.energy_limits
-        fine = isinstance(spreads, tuple) and len(spreads) == 2 and all(map(is_number, spreads))
-        fine = fine and 0 <= spreads[0] <= spreads[1] <= 1
+        fine = _is_pair(self.energy_limits, is_number, 1)
         self._check("energy_limits", fine, "give two numbers from 0 to 1, the smaller first")
         if self.layers is not None:
             fine = _is_tuple_of_different(self.layers, lambda layer: is_int(layer) and layer >= self.read_layer)
@@ -218,6 +214,13 @@ class BemConfig:
     def _check(self, name: str, fine: bool, remedy: str) -> None:
         if not fine:
             raise ConfigError(f"{name} is {shown(getattr(self, name))}: {remedy}")
+
+
+def _is_pair(value: Any, allowed: Callable[[Any], bool], most: float) -> bool:
+    """Whether these are two numbers from 0 to `most`, the smaller first."""
+    return (
+        isinstance(value, tuple) and len(value) == 2 and all(map(allowed, value)) and 0 <= value[0] <= value[1] <= most
+    )
 
 
 def _is_tuple_of_different(value: object, allowed: Callable[[Any], bool]) -> bool:

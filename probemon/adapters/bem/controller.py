@@ -21,9 +21,9 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import math
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -40,7 +40,7 @@ PREFIX, CHUNK, TOKEN = range(3)
 _CONFIDENT = 2.0  # initial logit: nearly a static adapter
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, kw_only=True)
 class Codes:
     """Codes of one forward before governance, `[B, T, r]` each, or None; zeros at padding.
 
@@ -52,9 +52,9 @@ class Codes:
     `sigma1`, `delta_rel_norm` `[B, T]`: `Governor.sizes`, if `Bem.steered` has a hook.
     """
 
-    prefix: Tensor | None
-    chunk: Tensor | None
-    token: Tensor | None
+    prefix: Tensor | None = None
+    chunk: Tensor | None = None
+    token: Tensor | None = None
     level: Tensor
     confidence: Tensor
     chunk_index: Tensor
@@ -107,23 +107,17 @@ class _Chunks:
     energy: Tensor | None  # [B, K + 1], of the chunk before
 
 
-class RouteGuard(Protocol):
-    """Runs in place of `route`, and may return other codes."""
-
-    def __call__(self, controller: Controller, hidden: Tensor, real: Tensor, state: ControllerState) -> Codes: ...
-
-
 class Controller(nn.Module):
     """Reads one layer's input and returns `Codes`, which a forward hook may replace.
 
-    `guard`: may fall back to static codes.
+    `guard`: runs in place of `route`, and may return other codes.
     `checkpointed`: recompute codes in the backward pass (Chen et al. 2016).
     `needed`: levels to compute.
     `fused`: run one column in Triton, unless checkpointed.
     """
 
     needed: Collection[str] = LEVELS
-    guard: RouteGuard | None = None
+    guard: Callable[[Controller, Tensor, Tensor, ControllerState], Codes] | None = None
     checkpointed = False
     fused = False
 
@@ -199,37 +193,23 @@ class Controller(nn.Module):
         rows = torch.arange(len(z), device=z.device)[:, None]
         confidence = torch.where(real, chunks.confidence[rows, chunks.at], 0.0)
         summary = chunks.summary[rows, chunks.at]
-        prefix = chunk = token = None
+        by_level = {}
         if self.prefix is not None and "prefix" in self.needed:
             by_chunk = self._code(self.prefix, chunks.summary, chunks.confidence)
-            prefix = torch.where(real[..., None], by_chunk[rows, chunks.at], 0.0)
+            by_level["prefix"] = torch.where(real[..., None], by_chunk[rows, chunks.at], 0.0)
         if self.chunk is not None and "chunk" in self.needed:
-            chunk = torch.where(real[..., None], chunks.code[rows, chunks.at], 0.0)
+            by_level["chunk"] = torch.where(real[..., None], chunks.code[rows, chunks.at], 0.0)
         if self.token is not None and "token" in self.needed:
-            token = self._code(self.token, torch.cat([z, summary], dim=-1), confidence)
+            by_level["token"] = self._code(self.token, torch.cat([z, summary], dim=-1), confidence)
         if chunks.energy is not None:
             level = self.level_of(chunks.energy)[rows, chunks.at]
-        codes = self._codes(
-            prefix=prefix,
-            chunk=chunk,
-            token=token,
-            confidence=confidence,
-            n_before=before.n,
-            real=real,
-            level=level,
-            fallback=torch.zeros_like(real),
-        )
+        codes = self._codes(by_level, confidence, before.n, real, level, torch.zeros_like(real))
         return z, carry, codes if packing is None else codes.packed(packing)
 
     def _step(self, before: Carry, hidden: Tensor, real: Tensor, level: Tensor | None) -> tuple[Tensor, Carry, Codes]:
         kernel: Any = importlib.import_module("probemon.adapters.bem.kernels.controller")  # imports Triton
-        config = self.config
-        under, over = [LEVELS.index(config.level)] * 2 if config.level in LEVELS else (TOKEN, CHUNK)
-        settings = kernel.StepSettings(
-            config.ema, config.max_norm, config.prefix_tokens, config.token_limit, under, over
-        )
         carry = (before.n, before.open, before.code, before.summary, before.log_mass, before.confidence)
-        step = kernel.controller_step(hidden, real, carry, named_weights(self), settings)
+        step = kernel.controller_step(hidden, real, carry, named_weights(self), self.config)
         codes = Codes(
             prefix=step.prefix,
             chunk=step.chunk,
@@ -249,24 +229,13 @@ class Controller(nn.Module):
         else:
             n = state.history()[1].sum(dim=1) if state.n_columns else real.new_zeros(len(real), dtype=torch.int64)
         ones = real[..., None].to(self.query.dtype).expand(-1, -1, self.config.code_size)
-        prefix, chunk, token = (None if router is None else ones for router in (self.prefix, self.chunk, self.token))
         confidence = torch.where(real, self.query.new_tensor(math.nan), 0.0)
-        return self._codes(
-            prefix=prefix,
-            chunk=chunk,
-            token=token,
-            confidence=confidence,
-            n_before=n,
-            real=real,
-            level=state.level,
-            fallback=real.clone(),
-        )
+        by_level = dict.fromkeys(self.config.levels, ones)
+        return self._codes(by_level, confidence, n, real, state.level, real.clone())
 
     def _codes(
         self,
-        prefix: Tensor | None,
-        chunk: Tensor | None,
-        token: Tensor | None,
+        by_level: dict[str, Any],
         confidence: Tensor,
         n_before: Tensor,
         real: Tensor,
@@ -276,9 +245,7 @@ class Controller(nn.Module):
         n, size = n_before[:, None] + real.cumsum(dim=1) - 1, self.config.chunk_tokens
         chunk_index, boundary = torch.where(real, n // size, -1), real & (n % size == 0)
         return Codes(
-            prefix=prefix,
-            chunk=chunk,
-            token=token,
+            **by_level,
             level=self._level(n, level),
             confidence=confidence,
             chunk_index=chunk_index,

@@ -5,14 +5,9 @@
     lora, history = distil_trained(bem, batches, TrainSettings(n_steps=300, lr=1e-2), rank=16)
     lora.save("lora/")
 
-At each site, `dW = s U diag(c_t) V^T` becomes `s B A`:
-
-    constant        B = U diag(c), A = V^T, if every token has the same code
-    mean            B = U diag(mean of c_t), A = V^T
-    least_squares   the A [rank, in] and B [out, rank] that minimise
-                    sum_t |U diag(c_t) V^T x_t - B A x_t|^2  (`reduced_rank.best_fit`)
-
-Codes are taken after governance, other forms as low-rank twins.
+At each site, `dW = s U diag(c_t) V^T` becomes `s B A`, with the A [rank, in] and B [out, rank] that minimise
+`sum_t |U diag(c_t) V^T x_t - B A x_t|^2` (`reduced_rank.best_fit`): exactly 0 if every token has the same code. Codes
+are taken after governance, other forms as low-rank twins.
 """
 
 from __future__ import annotations
@@ -44,17 +39,15 @@ from probemon.adapters.bem.reduced_rank import Fit, Sums, best_fit
 from probemon.adapters.bem.saved import make_folder, write_tensors
 from probemon.adapters.bem.sites import Site, device_of
 from probemon.adapters.bem.training import TrainingHistory, TrainSettings, fit
-from probemon.adapters.bem.twins import Twin, check_has_twin, cut_to, low_rank_twin, rank_of
+from probemon.adapters.bem.twins import Twin, check_has_twin, low_rank_twin
 from probemon.errors import BemError, ConfigError, UnsupportedModel
 from probemon.host.model import find_layers
-from probemon.util.checks import LARGEST, check_number, is_int, is_number
+from probemon.util.checks import LARGEST, check_count, check_number
 from probemon.util.files import write_text_atomically
 
-METHODS = ("constant", "mean", "least_squares")
 STARTS = ("nearest", "fresh")
-_MOST_INPUTS = 8192
+_MOST_INPUTS = 16_384
 _MOST_BYTES = 2**30
-_ROUNDING = 1e-6  # distance of equal codes of norm 1
 
 
 @dataclass(frozen=True, eq=False)
@@ -104,74 +97,24 @@ class StaticLora:
         write_text_atomically(folder / "adapter_config.json", json.dumps(settings, indent=2) + "\n")
 
 
-@dataclass(eq=False)
-class _Moments:
-    """Sums over a site's tokens, in fp64."""
-
-    n: int
-    first: Tensor  # [r], the first code
-    distance: float  # the largest |c - first|
-    norm: float  # the largest |c|
-    codes: Tensor  # [r], sum of c
-    inputs: Tensor  # [r, r], sum of p p^T
-    cross: Tensor  # [r, r], sum of (c o p) p^T; its quotient with `inputs` regresses c o p on p
-    outputs: Tensor  # [r, r], sum of (c o p) (c o p)^T
-
-    @classmethod
-    def of_rank(cls, rank: int) -> _Moments:
-        vector, matrix = torch.zeros(rank, dtype=torch.float64), torch.zeros(rank, rank, dtype=torch.float64)
-        return cls(n=0, first=vector, distance=0.0, norm=0.0, codes=vector, inputs=matrix, cross=matrix, outputs=matrix)
-
-    def add(self, codes: Tensor, p: Tensor) -> None:
-        if not self.n:
-            self.first = codes[0]
-        self.n += len(codes)
-        self.distance = max(self.distance, float((codes - self.first).norm(dim=1).max()))
-        self.norm = max(self.norm, float(codes.norm(dim=1).max()))
-        weighted = codes * p
-        self.codes = self.codes + codes.sum(dim=0)
-        self.inputs = self.inputs + p.T @ p
-        self.cross = self.cross + weighted.T @ p
-        self.outputs = self.outputs + weighted.T @ weighted
-
-    def core(self, method: str) -> Tensor:
-        if method == "least_squares":
-            # Inputs may span fewer than r directions.
-            return self.cross @ torch.linalg.pinv(self.inputs, hermitian=True)
-        return torch.diag(self.first if method == "constant" else self.codes / self.n)
-
-    @property
-    def constant(self) -> bool:
-        return self.distance <= _ROUNDING * max(1.0, self.norm)
-
-    def error(self, u: Tensor, m: Tensor) -> tuple[float, float]:
-        """Return the sums of `|U (c o p) - U M p|^2` and `|U (c o p)|^2`."""
-        gram = u.T @ u
-        residual = self.outputs - m @ self.cross.T - self.cross @ m.T + m @ self.inputs @ m.T
-        return max(0.0, float((gram * residual).sum())), float((gram * self.outputs).sum())
-
-
 @torch.no_grad()
 def distil(
     bem: Bem,
     batches: Sequence[Batch],
-    method: str | None = None,
     *,
     rank: int | None = None,
     ridge: float | None = 0.0,
 ) -> StaticLora:
     """Return the static LoRA nearest to an attached adapter on `batches`.
 
-    `method`: None for "constant" if codes are, else "least_squares", of all LoRAs of the rank the nearest.
     `rank`: None keeps the adapter's; other forms get the rank of the exact result.
-    `ridge`: of least squares. 0 is nearest on `batches`, and far on other texts unless these have several times as many
+    `ridge`: 0 is nearest on `batches`, and far on other texts unless these have several times as many
     tokens as a site has inputs; None chooses what should be nearest on other texts. See `best_fit`.
 
-    Least squares reads the batches twice and takes `8 in^2` bytes a site: as many sites at once as fit into 1 GiB, for
-    others the batches are read again.
+    This takes `8 in^2` bytes a site: as many sites at once as fit into 1 GiB, for others the batches are read again.
 
-    Raises `ConfigError` for other methods, no tokens, "constant" if codes vary, forms without a twin, or least squares
-    at over 8,192 inputs; `UnsupportedModel` for sites that are not plainly linear; `BemError` if the adapter is off.
+    Raises `ConfigError` for no tokens, forms without a twin, or sites of over 16,384 inputs; `UnsupportedModel` for
+    sites that are not plainly linear; `BemError` if the adapter is off.
     """
     check_learnable(bem)
     check_has_twin(bem.config)
@@ -183,45 +126,23 @@ def distil(
             f"sparse_eps is {bem.config.sparse_eps}: skipped tokens have no update, and a static one skips"
             " none. Attach it with sparse_eps=None"
         )
-    if method not in (None, *METHODS):
-        raise ConfigError(f"method {method!r}: expected one of {', '.join(METHODS)}")
     names = {site.key: module_name(bem, site) for site in bem.sites}
     twins = {site.key: low_rank_twin(bem.updates[site.key], bem.config) for site in bem.sites}
-    moments = _measure(bem, twins, batches)
-    varied = [site.name for site in bem.sites if not moments[site.key].constant]
-    method = method or ("least_squares" if varied else "constant")
-    if method == "constant" and varied:
-        distance = max(moment.distance for moment in moments.values())
-        raise ConfigError(
-            f"codes vary at {', '.join(varied[:4])}{' ...' if len(varied) > 4 else ''} (by {distance:.3g}): use method"
-            " 'least_squares' or 'mean'"
-        )
-    uncut = bem.config.form == "low_rank" and rank in (None, bem.config.rank)
-    cores = {key: moment.core(method) for key, moment in moments.items()}
-    fits: dict[str, Fit] = {}
-    if method == "least_squares":
-        fits = _fits(bem, twins, cores, batches, ridge)
+    fits = _fits(bem, twins, batches, ridge)
     if rank is None:
-        ranks = [fit.rank for fit in fits.values()] or [rank_of(twins[key], core) for key, core in cores.items()]
-        rank = bem.config.rank if uncut else max(1, *ranks)
+        exact = max(1, *(of_site.rank for of_site in fits.values()))
+        rank = bem.config.rank if bem.config.form == "low_rank" else exact
     factors, lost, total = {}, 0.0, 0.0
-    for key, twin in twins.items():
-        if fits:
-            a, b = fits[key].cut(rank)
-            site_lost, site_total = fits[key].lost(rank), fits[key].total
-        else:
-            core, a, b = cores[key], twin.V.T, twin.U @ cores[key]
-            if not uncut:
-                core, a, b = cut_to(twin, core, rank)
-            site_lost, site_total = moments[key].error(twin.U, core)
-        lost, total = lost + site_lost, total + site_total
+    for key, of_site in fits.items():
+        a, b = of_site.cut(rank)
+        lost, total = lost + of_site.lost(rank), total + of_site.total
         dtype = next(iter(bem.updates[key].state_dict().values())).dtype
         dtype = dtype if dtype.is_floating_point else torch.float32
         factors[names[key]] = (a.to(dtype), b.to(dtype))
     base_model = getattr(bem.host, "name_or_path", None) or None
     error = lost / total if total else 0.0
     # `scale B A` at every rank.
-    return StaticLora(rank, bem.config.scale * rank, factors, method, error, base_model)
+    return StaticLora(rank, bem.config.scale * rank, factors, "least_squares", error, base_model)
 
 
 def distil_trained(
@@ -245,8 +166,8 @@ def distil_trained(
     Raises as `distil` and `train`.
     """
     _check_rank(rank)
-    if not is_number(labels) or not 0 <= labels <= 1:
-        raise ConfigError(f"labels is {labels!r}: give 0 (only the adapter) to 1 (only the labels)")
+    remedy = "give 0 (only the adapter) to 1 (only the labels)"
+    check_number("labels", labels, low=0, high=1, remedy=remedy)
     if start not in (None, *STARTS):
         raise ConfigError(f"start is {start!r}: give {' or '.join(map(repr, STARTS))}, or None to choose")
     nearest, model = distil(bem, batches, rank=rank, ridge=None), bem.host
@@ -279,7 +200,7 @@ def distil_trained(
         }
 
     candidates: list[tuple[float, StaticLora, TrainingHistory]] = []
-    for begin in STARTS if start is None and nearest.method != "constant" else (start or "nearest",):
+    for begin in STARTS if start is None else (start,):
         generator = torch.Generator().manual_seed(settings.seed)
         for name, (a, b) in nearest.factors.items():
             a, b = _balanced(a, b) if begin == "nearest" else (a[:0], b[:, :0])
@@ -304,8 +225,8 @@ def distil_trained(
 
 
 def _check_rank(rank: int | None) -> None:
-    if rank is not None and not (is_int(rank) and 1 <= rank <= 4096):
-        raise ConfigError(f"rank is {rank!r}: give 1 to 4096, or None for the adapter's")
+    if rank is not None:
+        check_count("rank", rank, least=1, most=4096, remedy="give 1 or more, or None for the adapter's")
 
 
 def _balanced(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
@@ -352,26 +273,18 @@ def module_name(bem: Bem, site: Site) -> str:
     return next(name for name, module in bem.host.named_modules() if module is site.module)
 
 
-def _measure(bem: Bem, twins: Mapping[str, Twin], batches: Sequence[Batch]) -> dict[str, _Moments]:
-    moments = {key: _Moments.of_rank(twin.V.shape[1]) for key, twin in twins.items()}
-    for key, codes, x in _tokens(bem, twins, bem.sites, batches):
-        moments[key].add(codes, x @ twins[key].V)
-    if not any(moment.n for moment in moments.values()):
-        raise ConfigError("no batch has a token: give what the adapter is used on")
-    return moments
-
-
-def _fits(
-    bem: Bem, twins: Mapping[str, Twin], cores: Mapping[str, Tensor], batches: Sequence[Batch], ridge: float | None
-) -> dict[str, Fit]:
+def _fits(bem: Bem, twins: Mapping[str, Twin], batches: Sequence[Batch], ridge: float | None) -> dict[str, Fit]:
     fits = {}
     for sites in _groups(bem.sites, twins):
         sums = {site.key: Sums.of_sizes(*reversed(twins[site.key].V.shape)) for site in sites}
         for key, codes, x in _tokens(bem, twins, sites, batches):
-            sums[key].add(codes * (x @ twins[key].V), x)
+            p = x @ twins[key].V
+            sums[key].add(codes * p, x, p)
+        if not any(of_site.n for of_site in sums.values()):
+            raise ConfigError("no batch has a token: give what the adapter is used on")
         for key in list(sums):
-            twin = twins[key]
-            fits[key] = best_fit(twin.U, cores[key] @ twin.V.T, sums.pop(key), ridge)
+            twin, of_site = twins[key], sums.pop(key)
+            fits[key] = best_fit(twin.U, of_site.own(twin.V), of_site, ridge)
     return fits
 
 
@@ -383,8 +296,8 @@ def _groups(sites: Sequence[Site], twins: Mapping[str, Twin]) -> list[list[Site]
         n_in = len(twins[site.key].V)
         if n_in > _MOST_INPUTS:
             raise ConfigError(
-                f"site {site.name} has {n_in:,} inputs, and least squares takes at most {_MOST_INPUTS:,}: give"
-                f" method='mean', or leave {site.kind!r} out of sites"
+                f"site {site.name} has {n_in:,} inputs, and least squares takes at most {_MOST_INPUTS:,}: leave"
+                f" {site.kind!r} out of sites"
             )
         n_bytes = 8 * n_in**2
         if n_bytes > room:

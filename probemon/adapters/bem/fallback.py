@@ -97,7 +97,7 @@ class Fallbacks:
 
 
 class FallbackGuard:
-    """A `RouteGuard` with a `breaker` and `counts`. It waits for the GPU once a forward."""
+    """A controller's `guard`, with a `breaker` and `counts`. It waits for the GPU once a forward."""
 
     def __init__(self, policy: FallbackPolicy) -> None:
         self.policy, self.counts = policy, Fallbacks()

@@ -24,7 +24,6 @@ class Forward:
     `off`: it runs without the adapter.
     `applied`: codes `[B * T, r]` by site key, after the controller.
     `sparse`: codes of zeros mark skipped updates.
-    `leaves`: the codes in layers that reentrant checkpoints run again.
     `measures`: pending measurements.
     `values`: a layer's values of the tokens `[B * T, ..]`, for gates that read them.
     """
@@ -36,22 +35,8 @@ class Forward:
     applied: dict[str, Tensor] | None = None
     sparse: bool = False
     reached: set[Site] = field(default_factory=set)
-    leaves: dict[str, Tensor] = field(default_factory=dict)
     measures: Measures | None = None
     values: dict[int, Tensor] = field(default_factory=dict)
-
-    def leaf(self, key: str) -> Tensor:
-        """Return a site's code without history; see `take_gradient`."""
-        assert self.applied is not None
-        if key not in self.leaves:
-            code = self.applied[key]
-            self.leaves[key] = code.detach().requires_grad_(code.requires_grad)
-        return self.leaves[key]
-
-    def take_gradient(self, key: str) -> Tensor | None:
-        """Remove a leaf and return its gradient."""
-        leaf = self.leaves.pop(key, None)
-        return None if leaf is None else leaf.grad
 
 
 class Steered(nn.Module):

@@ -31,11 +31,6 @@ _n_steps = [0]
 register_optimizer_step_post_hook(lambda *_: _n_steps.__setitem__(0, _n_steps[0] + 1))
 
 
-def optimiser_steps() -> int:
-    """Return how many steps all optimisers have taken."""
-    return _n_steps[0]
-
-
 # Most that are decomposed at once, to bound memory.
 _MOST_MATRICES, _MOST_CELLS = 1 << 14, 1 << 24
 

@@ -2,7 +2,6 @@
 
     batches = [{"input_ids": ids, "attention_mask": mask, "expert_codes": codes, "counted": where}, ...]
     history = imitate(bem, batches, TrainSettings(n_steps=200, lr=1e-2))
-    imitation_error(bem, held_out)
 
 `expert_codes [B, T, r]`, or `[B, r]` for one expert a row.
 `counted [B, T]`, optional: not 0 at tokens that count.
@@ -28,6 +27,7 @@ from probemon.adapters.bem.losses import (
     check_learnable,
     codes_taken,
     forward_inputs,
+    kind_of,
     masked_tokens,
     mode,
     model_inputs,
@@ -53,7 +53,7 @@ def imitate(bem: Bem, batches: Sequence[Batch], settings: TrainSettings, *, oper
 
     def loss_of(batch: Batch) -> tuple[Tensor, Mapping[str, Tensor]]:
         with frozen(bem.updates.parameters()):
-            loss = _expected_loss(bem, *_compared(bem, batch))
+            loss = _expected_loss(bem, *compared(bem, batch))
         if operations:
             n_tokens = max(1, round(float(masked_tokens(batch, "counted").sum()) / len(batch["input_ids"])))
             loss = loss + operations * expected_operations(bem, n_tokens).to(loss.device)
@@ -73,36 +73,15 @@ def imitation_loss(codes: Tensor, experts: Tensor) -> Tensor:
     return (codes - experts).square().mean()
 
 
-@torch.no_grad()
-def imitation_error(bem: Bem, batches: Sequence[Batch]) -> float:
-    """Return the squared distance to the experts' codes over that of their mean: 0 is exact. Raises `ConfigError` if
-    these codes are all the same.
-    """
-    if not batches:
-        raise ConfigError("there are no batches to measure on: give at least one")
-    pairs = []
-    with mode(bem.host, training=False):
-        for batch in batches:
-            made, wanted = _compared(bem, batch)
-            taken = _of_sites(bem, made)
-            pairs.append((taken.flatten(0, 1), wanted.expand_as(taken).flatten(0, 1)))
-    codes, experts = (torch.cat(parts).double() for parts in zip(*pairs, strict=True))
-    spread = (experts - experts.mean(dim=0)).square().sum()
-    if not spread > 0:
-        raise ConfigError("the experts' codes are all the same: there is no routing to be measured")
-    return float((codes - experts).square().sum() / spread)
-
-
 def check_experts(bem: Bem, batch: Batch) -> None:
     """Raise `ConfigError` unless a batch has codes of the right shape, under `max_norm`."""
     (n_rows, n_columns), experts = model_inputs(batch)["input_ids"].shape, batch.get("expert_codes")
     rank, most = bem.config.code_size, bem.config.max_norm
     if not isinstance(experts, Tensor) or tuple(experts.shape) not in ((n_rows, n_columns, rank), (n_rows, rank)):
-        if isinstance(experts, Tensor):
-            problem = f"shape {tuple(experts.shape)}"
-        else:
-            problem = "none" if experts is None else f"a {type(experts).__name__}"
-        raise ConfigError(f"expert_codes: {problem}, expected [{n_rows}, {n_columns}, {rank}] or [{n_rows}, {rank}]")
+        raise ConfigError(
+            f"expert_codes of a batch are {kind_of(experts)}: expected [{n_rows}, {n_columns}, {rank}] or"
+            f" [{n_rows}, {rank}]"
+        )
     largest = float(experts.norm(dim=-1).max())
     if not largest < most:
         raise ConfigError(
@@ -111,8 +90,8 @@ def check_experts(bem: Bem, batch: Batch) -> None:
         )
 
 
-def _compared(bem: Bem, batch: Batch) -> tuple[dict[str, Tensor], Tensor]:
-    """Codes `[M, r]` by sort of site or by level, and the experts'."""
+def compared(bem: Bem, batch: Batch) -> tuple[dict[str, Tensor], Tensor]:
+    """Return codes `[M, r]` by sort of site or by level, and the experts'."""
     decoder, _ = find_layers(bem.host)
     inputs, counted = forward_inputs(bem.host, batch, decoder), masked_tokens(batch, "counted")
     with frozen(bem.host.parameters()), recorded_codes(bem) as recorded:
@@ -138,11 +117,3 @@ def _expected_loss(bem: Bem, codes: Mapping[str, Tensor], experts: Tensor) -> Te
     site_losses = bem.levels.logits.softmax(dim=1).to(by_level.device) @ by_level
     n_chunked = sum(site.chunked for site in bem.sites)
     return (site_losses.sum() + n_chunked * losses["chunk"]) / len(bem.sites)
-
-
-def _of_sites(bem: Bem, codes: Mapping[str, Tensor]) -> Tensor:
-    """Codes `[K, M, r]` of each sort of site, or of each site."""
-    if bem.levels is None:
-        return torch.stack(list(codes.values()))
-    chosen = bem.levels.chosen()
-    return torch.stack([codes[chosen.get(site.name, "chunk")] for site in bem.sites])

@@ -115,21 +115,16 @@ def adapter_losses(bem: Bem, batch: Batch, weights: LossWeights | None = None) -
         terms["kl"] = kl_to_base(logits, base_logits(bem, inputs), real)
     if packing is not None:  # the terms below need the order of tokens
         real, taken = packing.real, {chunked: packing.split(codes) for chunked, codes in taken.items()}
-    if weights.entropy:
-        terms["entropy"] = _mean(share_entropy(codes, real) for codes in taken.values())
-    if weights.update:
-        terms["update"] = update_norm(bem, taken, real)
-    if weights.decorrelation:
-        terms["decorrelation"] = _mean(decorrelation(codes, real) for codes in taken.values())
-    if weights.flips:
-        terms["flips"] = _mean(flip_penalty(codes, real, weight=1.0) for codes in taken.values())
-    if weights.operations:
-        n_tokens = max(1, round(float(real.sum()) / len(real)))
-        terms["operations"] = expected_operations(bem, n_tokens)
-    if weights.gates:
-        terms["gates"] = _gate_correlation(bem, taken, real)
-    if weights.orthogonality:
-        terms["orthogonality"] = overlap(bem.updates.values())
+    others: dict[str, Callable[[], Tensor]] = {
+        "entropy": lambda: _mean(share_entropy(codes, real) for codes in taken.values()),
+        "update": lambda: update_norm(bem, taken, real),
+        "decorrelation": lambda: _mean(decorrelation(codes, real) for codes in taken.values()),
+        "flips": lambda: _mean(flip_penalty(codes, real, weight=1.0) for codes in taken.values()),
+        "operations": lambda: expected_operations(bem, max(1, round(float(real.sum()) / len(real)))),
+        "gates": lambda: _gate_correlation(bem, taken, real),
+        "orthogonality": lambda: overlap(bem.updates.values()),
+    }
+    terms |= {name: term() for name, term in others.items() if getattr(weights, name)}
     total = torch.zeros((), dtype=torch.float32, device=logits.device)
     for name, term in terms.items():
         total = total + getattr(weights, name) * term.to(logits.device)
@@ -222,12 +217,7 @@ def model_inputs(batch: Batch) -> dict[str, Tensor]:
         )
     ids = batch.get("input_ids")
     if not isinstance(ids, Tensor) or ids.dim() != 2 or ids.numel() == 0 or ids.is_floating_point():
-        if isinstance(ids, Tensor):
-            problem = f"of shape {tuple(ids.shape)} and {ids.dtype}"
-        elif ids is not None:
-            problem = f"a {type(ids).__name__}"
-        else:
-            problem = "not among " + (", ".join(batch) or "nothing")
+        problem = kind_of(ids) if ids is not None else "not among " + (", ".join(batch) or "nothing")
         raise ConfigError(f"a batch's input_ids are {problem}: give whole numbers [B, T] in a tensor")
     for name in ("attention_mask", "labels"):
         if batch.get(name) is not None:
@@ -261,12 +251,18 @@ def token_values(batch: Batch, name: str) -> Tensor:
     """Return a batch's values `[B, T]`. Raises `ConfigError` for another shape."""
     values, ids = batch[name], batch["input_ids"]
     if not isinstance(values, Tensor) or values.shape != ids.shape:
-        problem = f"of shape {tuple(values.shape)}" if isinstance(values, Tensor) else f"a {type(values).__name__}"
         raise ConfigError(
-            f"{name} of a batch are {problem}, its input_ids of {tuple(ids.shape)}: give one for each token, in a"
-            " tensor"
+            f"{name} of a batch are {kind_of(values)}, its input_ids of {tuple(ids.shape)}: give one for each token, in"
+            " a tensor"
         )
     return values
+
+
+def kind_of(value: object) -> str:
+    """Return what a message says of a value that is no fitting tensor."""
+    return (
+        f"of shape {tuple(value.shape)} and {value.dtype}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+    )
 
 
 def masked_tokens(batch: Batch, name: str) -> Tensor:
@@ -295,6 +291,19 @@ def next_labels(host: nn.Module, batch: Batch) -> Tensor:
     if packing is not None:
         predicted = predicted & ~packing.starts[:, 1:].to(predicted.device)
     return labels[:, 1:].masked_fill(~predicted.to(labels.device), -100)
+
+
+def predictions(host: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
+    """Return fp64 logits `[B * (T - 1), V]` and the labels `[B, T - 1]` that they predict. Raises `ConfigError` without
+    labels.
+    """
+    inputs = forward_inputs(host, batch)
+    if batch.get("labels") is None:
+        raise ConfigError(
+            f"a batch has {', '.join(batch)} and no labels: give them, [B, T] with -100 for tokens that do not count"
+        )
+    logits = host(**inputs, use_cache=False).logits[:, :-1]
+    return logits.double().flatten(0, 1), next_labels(host, batch)
 
 
 def codes_taken(bem: Bem, codes: Codes) -> dict[bool, Tensor]:

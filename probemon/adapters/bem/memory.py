@@ -17,7 +17,7 @@ from typing import Generic, TypeVar
 import torch
 
 from probemon.errors import ConfigError
-from probemon.util.checks import is_int, is_number, shown
+from probemon.util.checks import check_count, check_number, is_number
 from probemon.util.host_memory import host_memory
 
 LOG = logging.getLogger("probemon")
@@ -75,17 +75,10 @@ def with_batch_backoff(
     ran out is called again, so `call` must leave nothing behind when it raises. Errors of a single row are raised.
     Raises `ConfigError`.
     """
-    if (
-        not is_int(n)
-        or n < 0
-        or (size is not None and (not is_int(size) or size < 1))
-        or not is_number(limit)
-        or not 0 < limit <= 1
-    ):
-        raise ConfigError(
-            f"n is {shown(n)}, size {shown(size)}, limit {shown(limit)}: give n from 0, a size of at least 1, a limit"
-            " over 0, at most 1"
-        )
+    check_count("n", n)
+    if size is not None:
+        check_count("size", size, least=1)
+    check_number("limit", limit, low=0, high=1, open_low=True, remedy="give a number over 0, at most 1")
     batch, begin, n_out, n_pressed = min(size or n, n), 0, 0, 0
     results: list[T] = []
     sizes: list[int] = []

@@ -84,7 +84,6 @@ class _ThreadState(threading.local):
         self.prepared = False  # a forward is, and has not begun
         self.mask: Any = None  # its 2D mask
         self.first = False  # the innermost call has begun no forward
-        self.by_leaf = False  # a layer runs again, on leaf codes
 
 
 class ModelHooks:
@@ -280,16 +279,13 @@ class ModelHooks:
             state.truncate(start)  # the controller reads what is left again
         return state
 
-    def _run_controller(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _run_controller(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         forward = self._current_forward()
-        if forward.off or forward.applied is not None:  # it ran before a checkpoint around this hook
-            return None
-        if args:
-            return (self._read(args[0]), *args[1:]), kwargs
-        return args, {**kwargs, "hidden_states": self._read(kwargs["hidden_states"])}
+        if not forward.off and forward.applied is None:  # else it ran before a checkpoint around this hook
+            self._read(args[0] if args else kwargs["hidden_states"])
 
-    def _read(self, hidden: Tensor) -> Tensor:
-        """Run the controller; return its layer's input."""
+    def _read(self, hidden: Tensor) -> None:
+        """Run the controller on its layer's input."""
         bem, forward, controller = self._bem, self._current_forward(), self._controller
         assert forward.real is not None and forward.state is not None
         with _own_precision(hidden.device):
@@ -310,10 +306,8 @@ class ModelHooks:
                     forward.measures = Measures(bem)
                 else:
                     bem.measured(hidden.new_empty((*forward.real.shape, 0)))
-        checkpointed = torch.is_grad_enabled() and self._checkpoints.used(self._decoder)
-        return self._checkpoints.with_gradients(forward, hidden) if checkpointed else hidden
 
-    def _run_within(self, forward: Forward, by_leaf: bool, what: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    def _run_within(self, forward: Forward, what: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         """Run a part of a forward, also in the backward pass, in any thread."""
         if not self._owner.open:
             raise BemError(
@@ -321,11 +315,11 @@ class ModelHooks:
                 " them is off: detach it, or set another one, after the backward pass"
             )
         thread = self._thread
-        before, thread.forward, thread.by_leaf = (thread.forward, thread.by_leaf), forward, by_leaf
+        before, thread.forward = thread.forward, forward
         try:
             return what(*args)
         finally:
-            thread.forward, thread.by_leaf = before
+            thread.forward = before
 
     def _keep_values(self, layer: int, module: nn.Module, args: Any, output: Tensor) -> None:
         forward = self._current_forward()
@@ -350,8 +344,7 @@ class ModelHooks:
                 " earlier read_layer"
             )
         x = args[0] if args else kwargs["hidden_states"]
-        code = forward.leaf(site.key) if self._thread.by_leaf else forward.applied[site.key]
-        (n_in, n_out), code = site.sizes_here, code.to(x.device)
+        (n_in, n_out), code = site.sizes_here, forward.applied[site.key].to(x.device)
         x = x.reshape(-1, n_in)
         with_routing = isinstance(output, tuple)  # some mixtures of experts
         base = output[0] if with_routing else output

@@ -4,7 +4,7 @@
     packing.split(z)                                  # [B, T, w] -> [S, L, w]
     packing.join(codes)                               # [S, L, r] -> [B, T, r]
 
-A sequence begins where `position_ids` restart at 0, or by `cu_seq_lens_q`.
+A sequence begins where `position_ids` restart at 0.
 """
 
 from __future__ import annotations
@@ -17,11 +17,10 @@ import torch
 from torch import Tensor
 
 from probemon.errors import UnsupportedDecoding
-from probemon.host.internals import attention_kind, is_stateful
+from probemon.host.internals import is_stateful
 from probemon.host.packed_rows import goes_on_in_cache, is_flash, starts_by_position, tells_rows_apart
 
 _REMEDY = "give each sequence its own row, with a 2D attention mask"
-_VARLEN = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")  # flash attention reads all or none
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,31 +67,23 @@ def packing_of(host: Any, inputs: Mapping[str, Any]) -> Packing | None:
     """Return how inputs are packed; None if each row is one sequence. Raises `UnsupportedDecoding` if the model would
     mix sequences, or starts are unknown.
     """
-    positions, lengths = inputs.get("position_ids"), inputs.get("cu_seq_lens_q")
+    positions, ends = inputs.get("position_ids"), inputs.get("cu_seq_lens_q")
     tokens: Tensor = inputs["inputs_embeds"] if inputs.get("input_ids") is None else inputs["input_ids"]
-    flash, by_position = is_flash(host), tells_rows_apart(host, inputs)
-    if lengths is None and not by_position:
-        return None
-    starts = None
-    if by_position:
-        assert isinstance(positions, Tensor)
-        starts = _checked_starts(positions).expand(tokens.shape[:2])
-    if lengths is not None:
-        starts_by_length = _starts_by_lengths(lengths, tokens)
-        if starts is None and not (flash and all(inputs.get(name) is not None for name in _VARLEN)):
-            raise UnsupportedDecoding(
-                "several sequences packed in one row (cu_seq_lens_q) are separated by position_ids that begin again "
-                f"at 0 with each, which this attention ({attention_kind(host.config)}) reads: give these too, without "
-                f"an attention mask, or {_REMEDY}"
-            )
-        if starts is not None and not torch.equal(starts, starts_by_length):
-            raise UnsupportedDecoding(
-                "several sequences packed in one row begin elsewhere by position_ids than by cu_seq_lens_q: give the "
-                "same of both"
-            )
-        starts = starts_by_length
-    assert starts is not None
-    _check_host(host, inputs, flash, tokens)
+    if not tells_rows_apart(host, inputs):
+        if ends is None:
+            return None
+        raise UnsupportedDecoding(
+            "several sequences packed in one row (cu_seq_lens_q) are separated by position_ids that begin again at 0"
+            f" with each: give these too, without an attention mask, or {_REMEDY}"
+        )
+    assert isinstance(positions, Tensor)
+    starts = _checked_starts(positions).expand(tokens.shape[:2])
+    if ends is not None and torch.as_tensor(ends).flatten().tolist() != _ends_of(starts):
+        raise UnsupportedDecoding(
+            "several sequences packed in one row begin elsewhere by position_ids than by cu_seq_lens_q: give the same"
+            " of both"
+        )
+    _check_host(host, inputs, tokens)
     return Packing.of(starts)
 
 
@@ -106,27 +97,11 @@ def _checked_starts(positions: Tensor) -> Tensor:
     return starts
 
 
-def _starts_by_lengths(lengths: Any, tokens: Tensor) -> Tensor:
-    n = tokens.shape[0] * tokens.shape[1]
-    ends = lengths.flatten().to(tokens.device) if isinstance(lengths, Tensor) else None
-    if (
-        ends is None
-        or tokens.shape[0] != 1
-        or len(ends) < 2
-        or int(ends[0]) != 0
-        or int(ends[-1]) != n
-        or bool((ends.diff() <= 0).any())
-    ):
-        raise UnsupportedDecoding(
-            f"several sequences packed in one row (cu_seq_lens_q) of {tokens.shape[0]} rows and {tokens.shape[1]} "
-            f"columns: expected one row, and where each begins, rising from 0 to {tokens.shape[1]}; else {_REMEDY}"
-        )
-    starts = torch.zeros(1, n, dtype=torch.bool, device=tokens.device)
-    starts[0, ends[:-1].long()] = True
-    return starts
+def _ends_of(starts: Tensor) -> list[int]:
+    return [*starts.flatten().nonzero()[:, 0].tolist(), starts.numel()]
 
 
-def _check_host(model: Any, inputs: Mapping[str, Any], flash: bool, tokens: Tensor) -> None:
+def _check_host(model: Any, inputs: Mapping[str, Any], tokens: Tensor) -> None:
     packed = "position_ids that do not rise by one, without an attention mask, are several sequences packed in one row"
     if goes_on_in_cache(model, inputs):
         raise UnsupportedDecoding(
@@ -135,5 +110,5 @@ def _check_host(model: Any, inputs: Mapping[str, Any], flash: bool, tokens: Tens
         )
     if is_stateful(model):
         raise UnsupportedDecoding(f"{packed}, and the state of a recurrent model goes from one to the next: {_REMEDY}")
-    if flash and len(tokens) != 1:
+    if is_flash(model) and len(tokens) != 1:
         raise UnsupportedDecoding(f"{packed}, and flash attention separates only those of one row: {_REMEDY}")

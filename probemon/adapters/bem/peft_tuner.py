@@ -25,7 +25,15 @@ from torch import Tensor, nn
 
 from probemon.adapters.bem.attached import Bem
 from probemon.adapters.bem.config import BemConfig
-from probemon.adapters.bem.saved import STATED, check_fit, check_kept, check_tensors, read_settings, settings_tensor
+from probemon.adapters.bem.saved import (
+    STATED,
+    check_complete,
+    check_fit,
+    check_kept,
+    check_tensors,
+    read_settings,
+    settings_tensor,
+)
 from probemon.errors import BemError, BemFileError, ConfigError, MissingExtra, UnsupportedModel
 from probemon.host.internals import add_peft_type
 
@@ -73,14 +81,8 @@ class BemPeftConfig(_Settings):  # type: ignore[misc]
     @classmethod
     def check_kwargs(cls, **kwargs: Any) -> dict[str, Any]:
         """Return a file's settings. Raises `BemFileError` if one is missing or unknown."""
-        field_names = {field.name for field in dataclasses.fields(cls)}
-        missing = sorted({name for name, _, _ in _SETTINGS} - set(kwargs))
-        unknown = sorted(set(kwargs) - field_names)
-        if missing:
-            raise BemFileError(
-                f"adapter_config.json lacks {', '.join(missing)}, and a default may be another value than it was "
-                "trained with: copy the folder again"
-            )
+        check_complete("adapter_config.json", kwargs)
+        unknown = sorted(set(kwargs) - {field.name for field in dataclasses.fields(cls)})
         if unknown:
             raise BemFileError(
                 f"adapter_config.json has settings that are not known here ({', '.join(unknown)}): upgrade probemon "

@@ -1,8 +1,8 @@
 """Reduced-rank regression (Izenman 1975): the LoRA of a rank whose outputs are nearest to a site's.
 
     sums = Sums.of_sizes(rank, n_in)
-    sums.add(codes * p, x)                                      # [M, r], [M, in]
-    fit = best_fit(U, own, sums, ridge=0.0)
+    sums.add(codes * p, x, p)                                   # [M, r], [M, in], p = x V [M, r]
+    fit = best_fit(U, sums.own(V), sums, ridge=0.0)
     a, b = fit.cut(4)                                           # [4, in], [out, 4]
     fit.lost(4), fit.total
 
@@ -24,23 +24,34 @@ _MOST_FREEDOM = 0.9  # of the tokens
 
 @dataclass(eq=False)
 class Sums:
-    """Sums over tokens, fp64: `outputs [r, r]` of y y^T, `cross [r, in]` of y x^T, `inputs [in, in]` of x x^T."""
+    """Sums over tokens, fp64: `outputs [r, r]` of y y^T, `cross [r, in]` of y x^T, `inputs [in, in]` of x x^T,
+    `own_cross [r, r]` of y p^T, `own_inputs [r, r]` of p p^T.
+    """
 
     n: int
     outputs: Tensor
     cross: Tensor
     inputs: Tensor
+    own_cross: Tensor
+    own_inputs: Tensor
 
     @classmethod
     def of_sizes(cls, rank: int, n_in: int) -> Sums:
-        sizes = (rank, rank), (rank, n_in), (n_in, n_in)
+        sizes = (rank, rank), (rank, n_in), (n_in, n_in), (rank, rank), (rank, rank)
         return cls(0, *(torch.zeros(size, dtype=torch.float64) for size in sizes))
 
-    def add(self, y: Tensor, x: Tensor) -> None:
+    def add(self, y: Tensor, x: Tensor, p: Tensor) -> None:
         self.n += len(y)
         self.outputs.addmm_(y.T, y)
         self.cross.addmm_(y.T, x)
         self.inputs.addmm_(x.T, x)
+        self.own_cross += y.T @ p
+        self.own_inputs += p.T @ p
+
+    def own(self, v: Tensor) -> Tensor:
+        """Return the regression of y on p, as a matrix `[r, in]` of x, for V `[in, r]`."""
+        # Inputs may span fewer than r directions.
+        return self.own_cross @ torch.linalg.pinv(self.own_inputs, hermitian=True) @ v.T
 
 
 @dataclass(frozen=True, eq=False)

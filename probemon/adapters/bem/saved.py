@@ -2,7 +2,7 @@
 
     write_saved(folder, config, model, sites, tensors)
     saved = read_saved(folder)                        # raises BemFileError
-    check_host(saved, model, strict=False)            # raises ModelMismatch
+    check_fit(folder, saved.host, saved.config, model, strict=False)                # raises ModelMismatch
 
 A Trainer's checkpoint of an `Objective` is read too. Nothing is unpickled. Weights are written first and the settings
 hold their hash, so that a crash between the two is noticed.
@@ -13,10 +13,8 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import os
-import tempfile
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,7 +33,7 @@ from probemon.host.fingerprint import active_adapters_fingerprint, fingerprint
 from probemon.host.internals import tensor_parallel_size
 from probemon.host.model import find_layers, hidden_size, model_state
 from probemon.host.settings import model_settings
-from probemon.util.files import save_tensors, sha256, write_text_atomically
+from probemon.util.files import replacing, save_tensors, sha256, write_text_atomically
 
 FORMAT, FORMAT_VERSION = "probemon-bem", 1
 SETTINGS, WEIGHTS = "bem.json", "bem.safetensors"
@@ -125,17 +123,9 @@ def make_folder(folder: Path) -> None:
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
     """Write tensors atomically; return the file's `sha256` and `size` in bytes."""
-    handle, name = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.parent)
-    os.close(handle)
-    temporary = Path(name)
-    try:
+    with replacing(path) as temporary:
         save_tensors(temporary, {key: x.detach().cpu().contiguous() for key, x in tensors.items()})
-        file_info = {"sha256": sha256(temporary), "size": temporary.stat().st_size}
-        temporary.replace(path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
-    return file_info
+        return {"sha256": sha256(temporary), "size": temporary.stat().st_size}
 
 
 def describe(config: BemConfig, model: Any, sites: Sequence[Site]) -> dict[str, Any]:
@@ -177,20 +167,20 @@ def read_saved(folder: Path) -> Saved:
                 f" {CHECKPOINT}, which a Trainer wrote. Move the one that you do not mean to another folder"
             )
     try:
-        settings = json.loads(path.read_text(encoding="utf-8"))
+        text = path.read_bytes()
     except (FileNotFoundError, NotADirectoryError):
         raise BemFileError(
             f"{folder} has no {SETTINGS}: it is not a saved adapter, which bem.save_pretrained(folder) writes, nor a "
             "Trainer's checkpoint of one"
         ) from None
-    except (OSError, RecursionError, ValueError) as error:
-        raise BemFileError(f"{path} cannot be read as JSON ({error}): {_AGAIN}") from None
-    _check_format(path, settings)
-    host, files = settings.get("host"), settings.get("files")
+    except OSError as error:
+        raise BemFileError(f"{path} cannot be read ({error}): {_AGAIN}") from None
+    settings = read_settings(path, text)
+    files = settings.get("files")
     file_info = files.get(WEIGHTS) if isinstance(files, dict) else None
-    if not _has_config_and_sites(settings) or not isinstance(file_info, dict):
-        raise BemFileError(f"{path}: config, host with its sites, or the hash of {WEIGHTS} is missing: {_AGAIN}")
-    if settings.get("sha256") != settings_hash({"config": settings["config"], "host": host, "files": files}):
+    if not isinstance(file_info, dict):
+        raise BemFileError(f"{path}: the hash of {WEIGHTS} is missing: {_AGAIN}")
+    if settings.get("sha256") != settings_hash({name: settings[name] for name in ("config", "host", "files")}):
         raise BemFileError(
             f"{path} is not as save_pretrained wrote it (its hash differs): {_AGAIN}; to change a setting, make a"
             " BemConfig with it and save that adapter"
@@ -236,11 +226,11 @@ def _read_checkpoint(folder: Path) -> Saved:
 
 
 def read_settings(where: object, text: bytes) -> dict[str, Any]:
-    """Parse the bytes of `settings_tensor`. Raises `BemFileError`."""
+    """Parse the settings of an adapter. Raises `BemFileError`."""
     try:
         settings = json.loads(text)
     except (RecursionError, ValueError) as error:
-        raise BemFileError(f"{where}: its settings cannot be read as JSON ({error}): {_AGAIN}") from None
+        raise BemFileError(f"{where} cannot be read as JSON ({error}): {_AGAIN}") from None
     _check_format(where, settings)
     if not _has_config_and_sites(settings):
         raise BemFileError(f"{where}: config, or host with its sites, is missing: {_AGAIN}")
@@ -267,16 +257,21 @@ def _check_format(path: object, settings: Any) -> None:
 
 
 def _read_config(path: Path, config: Mapping[str, Any]) -> BemConfig:
-    missing = [field.name for field in dataclasses.fields(BemConfig) if field.name not in (*config, *_ADDED)]
-    if missing:
-        raise BemFileError(
-            f"{path}: config lacks {', '.join(missing)}, and a default may be another value than it was trained with: "
-            f"{_AGAIN}"
-        )
+    check_complete(path, config)
     try:
         return BemConfig.from_dict(config)
     except ConfigError as error:
         raise BemFileError(f"{path}: {error}") from None
+
+
+def check_complete(where: object, settings: Collection[str]) -> None:
+    """Raise `BemFileError` if a setting of `BemConfig` is missing."""
+    missing = [field.name for field in dataclasses.fields(BemConfig) if field.name not in (*settings, *_ADDED)]
+    if missing:
+        raise BemFileError(
+            f"{where}: config lacks {', '.join(missing)}, and a default may be another value than it was trained with: "
+            f"{_AGAIN}"
+        )
 
 
 def _read_tensors(weights: Path) -> dict[str, Tensor]:
@@ -293,11 +288,6 @@ def _read_tensors(weights: Path) -> dict[str, Tensor]:
 def settings_hash(settings: Mapping[str, Any]) -> str:
     """Return the SHA-256 of config, host and files."""
     return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
-
-
-def check_host(saved: Saved, model: Any, *, strict: bool) -> None:
-    """As `check_fit`, for a saved adapter."""
-    check_fit(saved.folder, saved.host, saved.config, model, strict=strict, stacklevel=5)
 
 
 def check_fit(

@@ -35,11 +35,13 @@ class Shard:
         wide = torch.promote_types(torch.promote_types(x.dtype, V.dtype), torch.float32)
         narrow = base.dtype
         x, V, U, codes, base = (tensor.to(wide) for tensor in (x, V, U, codes, base))
+        here = slice(self.begin, self.end)
         if self.rows:
-            weighted = _Sum.apply(x @ _Rows.apply(V, self), self.group) * codes  # type: ignore[no-untyped-call]
+            V = _SumGradients.apply(V, self.group)[here]  # type: ignore[no-untyped-call]
+            weighted = _Sum.apply(x @ V, self.group) * codes  # type: ignore[no-untyped-call]
         else:
             weighted = _SumGradients.apply(x @ V * codes, self.group)  # type: ignore[no-untyped-call]
-            U = _Rows.apply(U, self)  # type: ignore[no-untyped-call]
+            U = _SumGradients.apply(U, self.group)[here]  # type: ignore[no-untyped-call]
         return torch.addmm(base, weighted, U.T, alpha=scale).to(narrow)
 
 
@@ -63,28 +65,19 @@ def shard_of(linear: nn.Linear, name: str, n_ranks: int) -> Shard | None:
 
 
 def check_spread(config: BemConfig, fallback: object, impl: str, n_ranks: int) -> None:
-    """Raise `UnsupportedModel` or `ConfigError` for features that need one rank."""
-    if n_ranks == 1:
-        return
-    on_ranks = f"on a model that is spread over {n_ranks} ranks (tensor parallel)"
-    if config.form != "low_rank":
-        raise UnsupportedModel(
-            f"form {config.form!r} {on_ranks} is not supported, only 'low_rank': load the model whole, without tp_plan"
-            " (device_map= spreads whole layers over devices)"
-        )
-    if config.start != "random":
-        raise ConfigError(f"start is {config.start!r} {on_ranks}, where no rank has a whole weight: give 'random'")
-    if config.dropout:
+    """Raise `ConfigError` for features that need one rank: a whole weight, one draw of dropout, one clock."""
+    asked = {
+        f"form {config.form!r}": config.form != "low_rank",
+        f"start={config.start!r}": config.start != "random",
+        f"dropout={config.dropout}": config.dropout > 0,
+        "a FallbackPolicy": fallback is not None,
+        "impl='triton'": impl == "triton",
+    }
+    if n_ranks > 1 and (unsupported := [name for name, is_asked in asked.items() if is_asked]):
         raise ConfigError(
-            f"dropout is {config.dropout} {on_ranks}, and each would draw for its own part: give dropout=0"
+            f"{' and '.join(unsupported)} on a model that is spread over {n_ranks} ranks (tensor parallel): leave this"
+            " out, or load the model whole, without tp_plan (device_map= spreads whole layers over devices)"
         )
-    if fallback is not None:
-        raise ConfigError(
-            f"a FallbackPolicy {on_ranks} would decide by each rank's own clock, and ranks would differ:"
-            " attach without fallback="
-        )
-    if impl == "triton":
-        raise ConfigError(f"impl='triton' {on_ranks} is not supported: use impl='reference' or 'auto'")
 
 
 class _Sum(torch.autograd.Function):
@@ -114,19 +107,3 @@ class _SumGradients(torch.autograd.Function):
         gradient = gradient.clone(memory_format=torch.contiguous_format)
         dist.all_reduce(gradient, group=ctx.group)
         return gradient, None
-
-
-class _Rows(torch.autograd.Function):
-    """This rank's rows; the gradient has all."""
-
-    @staticmethod
-    def forward(ctx: Any, matrix: Tensor, shard: Shard) -> Tensor:
-        ctx.shard, ctx.shape = shard, matrix.shape
-        return matrix[shard.begin : shard.end]
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        whole = gradient.new_zeros(ctx.shape)
-        whole[ctx.shard.begin : ctx.shard.end] = gradient
-        dist.all_reduce(whole, group=ctx.shard.group)
-        return whole, None

@@ -133,13 +133,15 @@ def value_module(layers: nn.ModuleList, layer: int, n_in: int) -> nn.Module:
 def make_updates(sites: Sequence[Site], config: BemConfig, n_heads: int | None = None) -> nn.ModuleDict:
     """Make parameters on the sites' devices, by `config.seed`. Raises `ConfigError` if a form does not fit."""
     generator = torch.Generator().manual_seed(config.seed)
+    updates = {site: make_update(site, config, n_heads, generator) for site in sites}
+    return nn.ModuleDict({site.key: update.to(device_of(site.module)) for site, update in updates.items()})
 
-    def update(site: Site) -> nn.Module:
-        if config.form == "low_rank":
-            return SiteUpdate(site, config.rank, generator)
-        return make_form(config, site.n_in, site.n_out, n_heads, generator)
 
-    return nn.ModuleDict({site.key: update(site).to(device_of(site.module)) for site in sites})
+def make_update(site: Site, config: BemConfig, n_heads: int | None, generator: torch.Generator) -> nn.Module:
+    """Make the parameters of one site. Raises as `make_updates`."""
+    if config.form == "low_rank":
+        return SiteUpdate(site, config.rank, generator)
+    return make_form(config, site.n_in, site.n_out, n_heads, generator)
 
 
 def device_of(module: nn.Module) -> torch.device:

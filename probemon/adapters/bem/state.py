@@ -142,21 +142,24 @@ class ControllerState:
     def from_tensors(cls, saved: Mapping[str, Tensor]) -> ControllerState:
         """Make a state of the result of `tensors`. Raises `BemStateError`."""
         z, real, level = saved.get("z"), saved.get("real"), saved.get("level")
-        if z is None or real is None or z.dim() != 3 or real.shape != z.shape[:2] or real.dtype != torch.bool:
+        if z is None or real is None or not _is_state(z, real, level):
             shapes = {name: (tuple(x.shape), str(x.dtype)) for name, x in saved.items()}
             raise BemStateError(
-                f"tensors {shapes} are not a controller's state: expected z [B, L, w] and real [B, L] bool, as"
-                " state.tensors() gives them"
-            )
-        if level is not None and level.shape != z.shape[:1]:
-            raise BemStateError(f"level has shape {tuple(level.shape)} for {len(z)} rows: expected one for each")
-        if level is not None and (level.dtype != torch.int64 or not bool(((level >= 0) & (level < len(LEVELS))).all())):
-            raise BemStateError(
-                f"levels are {level.tolist()} ({level.dtype}): expected int64 indices into {', '.join(LEVELS)}"
+                f"tensors {shapes} are not a controller's state: expected z [B, L, w], real [B, L] bool and, if decided"
+                f" by row, level [B] int64 of 0 to {len(LEVELS) - 1}, as state.tensors() gives them"
             )
         state = cls(len(z), level)
         state._pieces, state.n_columns = [(z, real)], z.shape[1]
         return state
+
+
+def _is_state(z: Tensor, real: Tensor, level: Tensor | None) -> bool:
+    if z.dim() != 3 or real.shape != z.shape[:2] or real.dtype != torch.bool:
+        return False
+    if level is None:
+        return True
+    fits = level.shape == z.shape[:1] and level.dtype == torch.int64
+    return fits and bool(((level >= 0) & (level < len(LEVELS))).all())
 
 
 _FOLLOWED = ("reorder_cache", "batch_repeat_interleave", "batch_select_indices", "reset")

@@ -27,10 +27,9 @@ from probemon.adapters.bem.losses import (
     LossWeights,
     adapter_losses,
     check_learnable,
-    forward_inputs,
     mode,
     model_inputs,
-    next_labels,
+    predictions,
 )
 from probemon.adapters.bem.saved import STATED, settings_tensor
 from probemon.errors import BemError, ConfigError
@@ -218,15 +217,8 @@ def evaluate(model: Any, batches: Sequence[Batch]) -> float:
     total, n = 0.0, 0
     with mode(model, training=False):
         for batch in batches:
-            inputs = forward_inputs(model, batch)
-            if batch.get("labels") is None:
-                raise ConfigError(
-                    f"a batch has {', '.join(batch)} and no labels: give them, [B, T] with -100 for tokens that do"
-                    " not count"
-                )
-            labels = next_labels(model, batch).flatten()
-            logits = model(**inputs, use_cache=False).logits[:, :-1].flatten(0, 1)
-            total += float(nn.functional.cross_entropy(logits.double(), labels, ignore_index=-100, reduction="sum"))
+            logits, labels = predictions(model, batch)
+            total += float(nn.functional.cross_entropy(logits, labels.flatten(), reduction="sum"))
             n += int((labels != -100).sum())
     if n == 0:
         raise ConfigError("no batch has a label that is not -100: there is nothing to measure")

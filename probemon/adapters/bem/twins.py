@@ -87,25 +87,6 @@ def low_rank_twin(update: nn.Module, config: BemConfig) -> Twin:
     )
 
 
-def rank_of(twin: Twin, core: Tensor) -> int:
-    """Return the numerical rank of U M V^T."""
-    r_u, r_v = (torch.linalg.qr(factor, mode="r").R for factor in (twin.U, twin.V))
-    values = torch.linalg.svdvals(r_u @ core @ r_v.T)
-    return int((values > 1e-9 * values.amax()).sum()) if values.numel() else 0
-
-
-def cut_to(twin: Twin, core: Tensor, rank: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the best approximation of U M V^T by a rank: M `[r, r]`, balanced A `[rank, in]` and B `[out, rank]`."""
-    (q_u, r_u), (q_v, r_v) = torch.linalg.qr(twin.U), torch.linalg.qr(twin.V)
-    left, values, right = torch.linalg.svd(r_u @ core @ r_v.T, full_matrices=False)
-    left, values, right = left[:, :rank], values[:rank], right[:rank]
-    root, missing = values.sqrt(), max(0, rank - len(values))
-    a = nn.functional.pad(root[:, None] * (right @ q_v.T), (0, 0, 0, missing))
-    b = nn.functional.pad(q_u @ left * root, (0, missing))
-    cut = torch.linalg.pinv(r_u) @ (left * values) @ right @ torch.linalg.pinv(r_v).T
-    return cut, a, b
-
-
 def _plain(tensor: Tensor) -> Tensor:
     return tensor.detach().double().cpu()
 

@@ -26,35 +26,6 @@ IMPLS = ("reference", "triton")
 MOST_RANK, MOST_WIDTH = 64, 1024  # of the kernels; here, to need no Triton
 
 
-def reference(
-    x: Tensor,
-    V: Tensor,
-    U: Tensor,
-    codes: Tensor,
-    scale: float,
-    *,
-    base: Tensor | None = None,
-    eps: float | None = None,
-) -> Tensor:
-    """As `generated_update`, in eager torch."""
-    if eps:  # at 0, codes of zero keep a gradient
-        # Not abs > eps: a NaN must stay visible.
-        rows = (~(codes.abs() <= eps).all(dim=1)).nonzero()[:, 0]
-        if len(rows) < len(x):
-            unchanged = x.new_zeros(len(x), len(U)) if base is None else base
-            return unchanged.index_copy(
-                0, rows, reference(x[rows], V, U, codes[rows], scale, base=None if base is None else base[rows])
-            )
-    narrow = x.dtype if base is None else base.dtype
-    if narrow != torch.float32 or not x.dtype == V.dtype == codes.dtype == narrow:
-        wide = torch.promote_types(torch.promote_types(x.dtype, V.dtype), torch.float32)
-        x, V, U, codes = (tensor.to(wide) for tensor in (x, V, U, codes))
-        base = None if base is None else base.to(wide)
-    weighted = x @ V * codes
-    out = (weighted @ U.T) * scale if base is None else torch.addmm(base, weighted, U.T, alpha=scale)
-    return out.to(narrow)
-
-
 def check_update_impl(impl: str, device: torch.device) -> None:
     """Raise `ConfigError` or `KernelUnavailable` if `impl` cannot run on `device`."""
     if impl not in IMPLS:
@@ -91,15 +62,29 @@ def generated_update(
 
     Raises `ConfigError`, `KernelUnavailable`.
     """
-    if impl == "reference":
-        return reference(x, V, U, codes, scale, base=base, eps=eps)
-    check_update_impl(impl, V.device)
-    kernel = importlib.import_module("probemon.adapters.bem.kernels.update").generated_update  # here: it imports Triton
-    # With eps 0 it skips zeros, but gives their codes gradients.
-    # Under autocast a base is narrower than its x.
-    x = x if base is None else x.to(base.dtype)
-    update: Tensor = kernel(x, V, U, codes, scale, base=base, eps=eps or 0.0)
-    return update
+    if impl != "reference":
+        check_update_impl(impl, V.device)
+        # Here: it imports Triton. With eps 0 it skips zeros, but gives their codes gradients.
+        kernel = importlib.import_module("probemon.adapters.bem.kernels.update").generated_update
+        # Under autocast a base is narrower than its x.
+        x = x if base is None else x.to(base.dtype)
+        update: Tensor = kernel(x, V, U, codes, scale, base=base, eps=eps or 0.0)
+        return update
+    if eps:  # at 0, codes of zero keep a gradient
+        # Not abs > eps: a NaN must stay visible.
+        rows = (~(codes.abs() <= eps).all(dim=1)).nonzero()[:, 0]
+        if len(rows) < len(x):
+            unchanged = x.new_zeros(len(x), len(U)) if base is None else base
+            changed = generated_update(x[rows], V, U, codes[rows], scale, base=None if base is None else base[rows])
+            return unchanged.index_copy(0, rows, changed)
+    narrow = x.dtype if base is None else base.dtype
+    if narrow != torch.float32 or not x.dtype == V.dtype == codes.dtype == narrow:
+        wide = torch.promote_types(torch.promote_types(x.dtype, V.dtype), torch.float32)
+        x, V, U, codes = (tensor.to(wide) for tensor in (x, V, U, codes))
+        base = None if base is None else base.to(wide)
+    weighted = x @ V * codes
+    out = (weighted @ U.T) * scale if base is None else torch.addmm(base, weighted, U.T, alpha=scale)
+    return out.to(narrow)
 
 
 def choose_impl(impl: str, devices: Sequence[torch.device], config: BemConfig) -> tuple[str, str]:

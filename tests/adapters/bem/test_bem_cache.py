@@ -362,7 +362,7 @@ def test_controller_state_can_be_saved_and_restored(llama):
     with bem.attach(), torch.no_grad():
         with pytest.raises(BemStateError, match="goes on from 9 cached columns, and the adapter has read none of them"):
             llama(more, past_key_values=cache)
-        with pytest.raises(BemStateError, match="a state of 8 columns"):
+        with pytest.raises(BemStateError, match=r"a state of .* \(2, 8, .* \(2, 9, "):
             bem.restore(cache, {"z": saved["z"][:, :8], "real": saved["real"][:, :8]})
         bem.restore(cache, saved)
         found = llama(torch.cat([ids[:, 9:], more], dim=1), past_key_values=cache).logits[:, 1:]

@@ -456,16 +456,16 @@ def test_controller_is_eager_when_gradients_are_needed(checkpointed, launched):
     "change, message",
     [
         ({"hidden": torch.zeros(2, 10)}, r"shapes .* expected hidden \[B, 1, D\]"),
-        ({"hidden": torch.zeros(2, 2, 10)}, r"'hidden': \(\(2, 2, 10\), \(2, 1, 10\)\)"),
+        ({"hidden": torch.zeros(2, 2, 10)}, r"'hidden': \(\(\(2, 2, 10\), .* \(\(2, 1, 10\), "),
         ({"hidden": torch.zeros(2, 1, 9)}, "norm.weight"),
-        ({"hidden": torch.zeros(2, 1, 10, dtype=torch.int64)}, "hidden is torch.int64"),
-        ({"hidden": torch.zeros(2, 1, 10, device="meta")}, "on meta"),
-        ({"real": torch.ones(2, 1)}, "real is torch.float32"),
+        ({"hidden": torch.zeros(2, 1, 10, dtype=torch.int64)}, "hidden.*int64"),
+        ({"hidden": torch.zeros(2, 1, 10, device="meta")}, "meta"),
+        ({"real": torch.ones(2, 1)}, "real.*float32"),
         ({"real": torch.ones(3, 1, dtype=torch.bool)}, "'real'"),
-        ({"n": torch.zeros(2, dtype=torch.int32)}, "n is torch.int32"),
-        ({"summary": torch.zeros(2, 6, dtype=torch.float64)}, "summary is torch.float64"),
+        ({"n": torch.zeros(2, dtype=torch.int32)}, "n.*int32"),
+        ({"summary": torch.zeros(2, 6, dtype=torch.float64)}, "summary.*float64"),
         ({"log_mass": torch.zeros(2, 1)}, "'log_mass'"),
-        ({"token.3.bias": None}, r"'token.3.bias': \(None, \(3,\)\)"),
+        ({"token.3.bias": None}, r"'token.3.bias': \(None, \(\(3,\)"),
         ({"project.bias": None}, "'project.bias'"),
         ({"code": torch.zeros(2, 65)}, "'token.3.bias'"),
     ],
@@ -485,9 +485,7 @@ def test_mismatched_inputs_are_refused_before_the_kernel_runs(change, message, l
         {name: given[name] for name in weights if given[name] is not None},
     )
     with pytest.raises(ConfigError, match=message):
-        bem_controller.controller_step(
-            given["hidden"], given["real"], carry, weights, bem_controller.StepSettings(0.7, 3.0, 8, 9, 2, 2)
-        )
+        bem_controller.controller_step(given["hidden"], given["real"], carry, weights, fused.config)
     assert not launched
 
 

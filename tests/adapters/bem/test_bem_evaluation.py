@@ -6,6 +6,7 @@ import math
 import sys
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +16,7 @@ import torch
 from bem_forms import counted
 from bem_oracle import make_host, randomise
 from comparisons import adjusted, compare, pareto, pareto_shares, sign_flip
+from flops import flops
 from gates import (
     FAILED,
     NOT_JUDGED,
@@ -28,7 +30,7 @@ from gates import (
     promoted,
 )
 from probemon.adapters.bem import BemConfig, attach_bem
-from probemon.adapters.bem.evaluation.budget import flops, n_trainable, solve
+from probemon.adapters.bem.evaluation.budget import n_trainable, solve
 from probemon.adapters.bem.evaluation.latency import Timed, median_ratio, take_turns
 from probemon.adapters.bem.evaluation.profiler import peak_memory, profile_sites
 from probemon.adapters.bem.evaluation.statistics import document_interval, median_interval, quantile_interval
@@ -216,8 +218,10 @@ def test_flops_count_products_and_elementwise_operations():
     bare = flops(lambda: host(ids))
     config = BemConfig(form="kronecker", terms=2, spectral_cap=None, **COMMON)
     with torch.no_grad(), randomise(attach_bem(host, config)) as bem:
-        with_adapter = flops(lambda: host(ids))
-        of_sites = sum(update.flops(8) for update in bem.updates.values())
+        with_adapter, of_sites = flops(lambda: host(ids)), 0
+        for update in bem.updates.values():
+            given = torch.ones(8, update.n_in), torch.ones(8, update.n_codes), torch.ones(8, update.n_out)
+            of_sites += flops(partial(update, *given))
     assert bare < bare + of_sites < with_adapter < bare + of_sites + 8 * 5_000  # the rest is the controller's
 
 
@@ -350,7 +354,7 @@ def test_budget_has_a_gate_for_parameters_operations_and_memory():
     for ours, lora, words in (
         ({"memory": 1}, {}, "the LoRA's memory are missing"),
         ({"memory": math.nan}, {"memory": 1}, "memory is nan"),
-        (3, {}, "ours is 3"),
+        (3, {}, "costs is 3"),
     ):
         with pytest.raises(ConfigError, match=words):
             budget(ours, lora)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import DynamicCache, Phi3Config, Phi3ForCausalLM
 
-from bem_oracle import VOCAB, make_host, randomise
+from bem_oracle import VOCAB, make_host, matrix_of, randomise
 from conftest import PAD
 from probemon.adapters.bem import BemConfig, attach_bem
 from probemon.adapters.bem.distil import distil
@@ -99,7 +99,7 @@ def test_attached_gates_are_what_each_site_reads():
                     read = [*statistics_of(x[row, t], 1, 2)[0], *retrieval_of(x[row, t], v[row, t], 1, 2, 2)]
                     weights = form.W.detach().numpy()[0]
                     open_ = 1 / (1 + math.exp(-(form.bias.item() + float(np.dot(weights, read)))))
-                    dense = form.dense(code[row, t]).detach().numpy()
+                    dense = matrix_of(form, code[row, t]).detach().numpy()
                     cap = min(1.0, 1.0 / np.linalg.norm(dense, 2))
                     wanted = base[row, t] + open_ * cap * dense @ x[row, t]
                     np.testing.assert_allclose(out[row, t], wanted, rtol=0, atol=2e-5)
@@ -165,7 +165,7 @@ def test_attenuated_updates_are_never_larger():
             open_ = form.attenuation(x)[0]
             assert (open_ > 0).all() and (open_ < 1).all()
             steered = form(x, code, torch.zeros(1, 6, dtype=torch.float64), open_[None])[0]
-            attenuated = form.dense(code[0]) * open_.repeat_interleave(4)
+            attenuated = matrix_of(form, code[0]) * open_.repeat_interleave(4)
             torch.testing.assert_close(steered, attenuated @ x[0])
             sigma1, frobenius = form.sizes(code)
             assert float(torch.linalg.matrix_norm(attenuated, 2)) <= float(sigma1) + 1e-12
@@ -184,7 +184,7 @@ def test_unsupported_gate_inputs_are_refused():
         attach_bem(make_host(), CONFIG) as bem,
         pytest.raises(ConfigError, match="gates read statistics and retrieval"),
     ):
-        distil(bem, [{"input_ids": IDS}], method="mean")
+        distil(bem, [{"input_ids": IDS}])
     sizes = {"vocab_size": VOCAB, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2,
              "num_attention_heads": 2, "num_key_value_heads": 1, "pad_token_id": PAD}  # fmt: skip
     fused = Phi3ForCausalLM(Phi3Config(**sizes)).eval()

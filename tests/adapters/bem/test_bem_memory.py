@@ -120,8 +120,12 @@ def test_single_sequence_out_of_memory_and_other_errors_are_raised():
     with pytest.raises(RuntimeError, match="something else"):
         with_batch_backoff(broken, 4, source=calm)
     assert not is_out_of_memory(RuntimeError("x")) and with_batch_backoff(never, 0, source=calm).results == ()
-    for wrong in ({"n": -1}, {"n": 2, "size": 0}, {"n": 2, "limit": 0.0}):
-        with pytest.raises(ConfigError, match="give n from 0"):
+    for wrong, words in (
+        ({"n": -1}, "n is -1"),
+        ({"n": 2, "size": 0}, "size is 0"),
+        ({"n": 2, "limit": 0.0}, "limit is"),
+    ):
+        with pytest.raises(ConfigError, match=words):
             with_batch_backoff(never, source=calm, **wrong)
 
 

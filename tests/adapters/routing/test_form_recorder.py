@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from bem_oracle import FORMS, VOCAB, make_host, randomise
+from bem_oracle import FORMS, VOCAB, make_host, matrix_of, randomise
 from probemon.adapters.bem import BemConfig, attach_bem
 from probemon.adapters.bem.forms.rank_mask import top_mask
 from probemon.adapters.routing import RoutingMonitor
@@ -61,7 +61,7 @@ def test_head_group_gates_equal_plain_computation(host):
         np.testing.assert_allclose(said["gate_correlations"], np.corrcoef(gate.T), atol=1e-4)
         squares = np.zeros(2)
         for code, share in zip(taken[False], bem.governor.apply(taken)[site.key][:, -1].detach(), strict=True):
-            blocks = share * form.dense(code).detach().unflatten(1, (2, -1)).double()
+            blocks = share * matrix_of(form, code).detach().unflatten(1, (2, -1)).double()
             squares += blocks.square().sum((0, 2)).numpy()
         np.testing.assert_allclose(said["share"], squares / squares.sum(), atol=1e-5)
 
@@ -88,9 +88,10 @@ def test_kronecker_sizes_equal_plain_computation(host):
     report, _, taken, bem = recorded(host, FORMS["kronecker"])
     for site in bem.sites:
         shares = bem.governor.apply(taken)[site.key][:, -1]
-        dense = bem.updates[site.key].dense
+        form = bem.updates[site.key]
         matrices = [
-            share * dense(code).detach() for code, share in zip(taken[site.chunked], shares.detach(), strict=True)
+            share * matrix_of(form, code).detach()
+            for code, share in zip(taken[site.chunked], shares.detach(), strict=True)
         ]
         said = report[site.name]
         assert said["frobenius"] == pytest.approx(np.mean([float(m.norm()) for m in matrices]), rel=1e-4)

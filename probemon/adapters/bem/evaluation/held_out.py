@@ -23,7 +23,7 @@ from probemon.adapters.bem.losses import (
     forward_inputs,
     mode,
     model_inputs,
-    next_labels,
+    predictions,
     real_tokens,
     recorded_codes,
     silenced,
@@ -146,14 +146,6 @@ def share_at_limits(bem: Bem, batches: Sequence[Batch]) -> float | None:
 
 def label_losses(host: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
     """Return each row's summed cross-entropy `[B]` fp64, and number of labels `[B]`."""
-    inputs = forward_inputs(host, batch)
-    if batch.get("labels") is None:
-        raise ConfigError(
-            f"a batch has {', '.join(batch)} and no labels: give them, [B, T] with -100 for tokens that do not count"
-        )
-    labels = next_labels(host, batch)
-    logits = host(**inputs, use_cache=False).logits[:, :-1]
-    losses = nn.functional.cross_entropy(
-        logits.double().flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="none"
-    )
+    logits, labels = predictions(host, batch)
+    losses = nn.functional.cross_entropy(logits, labels.flatten(), reduction="none")
     return losses.view(labels.shape).sum(dim=1), (labels != -100).sum(dim=1)

@@ -40,21 +40,17 @@ def document_interval(
     means = document_sums / n
     if np.ptp(means) == 0:
         return float(means[0]), float(means[0])
-    interval = (
-        scipy_stats()
-        .bootstrap(
-            (document_sums, n),
-            lambda s, c, axis=-1: s.sum(axis=axis) / c.sum(axis=axis),
-            paired=True,
-            vectorized=True,
-            n_resamples=_N_BOOTSTRAP,
-            confidence_level=confidence,
-            method="BCa",
-            rng=np.random.default_rng(0),
-        )
-        .confidence_interval
+    drawn = scipy_stats().bootstrap(
+        (document_sums, n),
+        lambda s, c, axis=-1: s.sum(axis=axis) / c.sum(axis=axis),
+        paired=True,
+        vectorized=True,
+        n_resamples=_N_BOOTSTRAP,
+        confidence_level=confidence,
+        method="BCa",
+        rng=np.random.default_rng(0),
     )
-    return float(interval.low), float(interval.high)
+    return float(drawn.confidence_interval.low), float(drawn.confidence_interval.high)
 
 
 def quantile_interval(

@@ -49,10 +49,6 @@ class Film(Form):
         gamma, beta = self.gamma_beta(codes)
         return root(gamma.square().sum(dim=-1) + beta.square().sum(dim=-1))
 
-    def flops(self, n_tokens: int) -> int:
-        """See `Form`."""
-        return n_tokens * (2 * self.n_out * (2 * self.n_codes + 3) + 3 * self.n_out)
-
     def saturation(self, gamma: Tensor) -> Tensor:
         """Return the share `[M]` of `gamma - 1` over 0.7 of its bound."""
         return (gamma.abs() > 0.7 * self.bound).to(gamma.dtype).mean(dim=-1)

@@ -31,19 +31,6 @@ class Form(nn.Module):
     def frobenius(self, codes: Tensor) -> Tensor:
         """Return only the Frobenius norms `[M]`, differentiably."""
 
-    @abstractmethod
-    def flops(self, n_tokens: int) -> int:
-        """Return the operations: a multiply-add is two, elementwise ones count."""
-
-    def dense(self, code: Tensor) -> Tensor | None:
-        """Return the update of code `[n]` as a matrix `[out, in]`; None if it is not one."""
-        return None
-
-    @property
-    def n_params(self) -> int:
-        """Number of trainable parameters."""
-        return sum(parameter.numel() for parameter in self.parameters())
-
 
 def first_factor(*shape: int, n_in: int, generator: torch.Generator) -> nn.Parameter:
     """Return a factor initialised like a linear layer of `n_in` inputs."""

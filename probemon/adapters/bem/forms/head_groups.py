@@ -76,11 +76,6 @@ class HeadGroups(Form):
         flat = weighted.transpose(0, 1).flatten(1)
         return torch.addmm(base, flat, self.U.permute(0, 2, 1).flatten(0, 1), alpha=self.scale)
 
-    def dense(self, code: Tensor) -> Tensor:
-        """See `Form`."""
-        blocks = self.scale * gates(code)[:, None, None] * (self.U @ self.V.mT)  # [G, out, in / G]
-        return blocks.transpose(0, 1).flatten(1)
-
     def sizes(self, codes: Tensor) -> tuple[Tensor, Tensor]:
         """See `Form`; both exact, as the stacked U is a rotation times `R_U`."""
         stacked = self.U.permute(1, 0, 2).flatten(1)  # [out, G r]
@@ -94,14 +89,6 @@ class HeadGroups(Form):
         """See `Form`. Groups have separate columns, so squares add up."""
         squares = ((self.U.mT @ self.U) * (self.V.mT @ self.V)).sum(dim=(1, 2))  # [G]
         return self.scale * root(gates(codes).square() @ squares)
-
-    def flops(self, n_tokens: int) -> int:
-        """See `Form`."""
-        products = 2 * self.rank * (self.n_in + self.n_codes * self.n_out)
-        if self.reads:  # squares and sums of what is read, then a few of each head and weight
-            passes = 2 * ("statistics" in self.reads) + 7 * ("retrieval" in self.reads)
-            products += passes * self.n_in + 8 * self.n_heads + 2 * self.W.numel() + 3 * self.n_codes
-        return n_tokens * (products + self.n_codes * self.rank + self.n_out)
 
 
 def gates(codes: Tensor) -> Tensor:

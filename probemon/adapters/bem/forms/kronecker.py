@@ -56,11 +56,6 @@ class Kronecker(Form):
         (a1, a2), (b1, b2) = self.shapes
         return a1 * b2 * (a2 + b1) <= a2 * b1 * (b2 + a1)
 
-    def dense(self, code: Tensor) -> Tensor:
-        """See `Form`."""
-        terms = [c * torch.kron(a, b) for c, a, b in zip(code, self.A, self.B, strict=True)]
-        return self.scale * torch.stack(terms).sum(dim=0)
-
     def sizes(self, codes: Tensor) -> tuple[Tensor, Tensor]:
         """See `Form`. Exact for one term, else `scale sum |c_k| sigma1(A_k) sigma1(B_k)`, at most the norm."""
         norms = torch.linalg.matrix_norm(self.A, 2) * torch.linalg.matrix_norm(self.B, 2)
@@ -72,13 +67,6 @@ class Kronecker(Form):
         grams = [torch.einsum("kpa,lpa->kl", factor, factor) for factor in (self.A, self.B)]
         square = ((codes @ (grams[0] * grams[1])) * codes).sum(dim=-1)
         return self.scale * root(square)
-
-    def flops(self, n_tokens: int) -> int:
-        """See `Form`."""
-        (a1, a2), (b1, b2) = self.shapes
-        first, half = (a1 * a2 * b2, a1 * b2) if self._a_first else (a2 * b1 * b2, a2 * b1)
-        second = a1 * b1 * b2 if self._a_first else a1 * a2 * b1
-        return n_tokens * (self.n_codes * (2 * (first + second) + half) + 2 * self.n_out)
 
 
 def closest_shapes(n_in: int, n_out: int) -> tuple[tuple[int, int], tuple[int, int]]:

@@ -15,7 +15,6 @@ class RankMask(Form):
     """`scale * U (m * V^T x)`; m has ones at the code's `active` largest numbers. V `[in, R]`, U `[out, R]`.
 
     `hadamard`: rotate the masked components; R must be a power of two. U can learn this too.
-    `temperature`: of the sigmoid that gives the mask a gradient.
 
     Raises `ConfigError`.
     """
@@ -28,7 +27,6 @@ class RankMask(Form):
         rank: int,
         active: int,
         scale: float = 1.0,
-        temperature: float = 1.0,
         hadamard: bool = False,
         generator: torch.Generator,
     ) -> None:
@@ -37,14 +35,13 @@ class RankMask(Form):
             raise ConfigError(f"{active} active components of {rank}: give 1 to {rank}")
         if hadamard and rank & (rank - 1):
             raise ConfigError(f"hadamard with a rank of {rank}: give a power of two")
-        self.rank, self.active, self.scale = rank, active, scale
-        self.temperature, self.hadamard = temperature, hadamard
+        self.rank, self.active, self.scale, self.hadamard = rank, active, scale, hadamard
         self.V = first_factor(n_in, rank, n_in=n_in, generator=generator)
         self.U = last_factor(n_out, rank)
 
     def forward(self, x: Tensor, codes: Tensor, base: Tensor, share: Tensor | None = None) -> Tensor:
         """See `Form`. Without gradients, one mask for all rows computes its components only."""
-        masks = straight_through(codes, self.active, self.temperature)
+        masks = straight_through(codes, self.active)
         if not torch.is_grad_enabled() and len(masks) and bool((masks == masks[0]).all()):
             return self._gathered(x, masks[0], base, share)
         masked = (x @ self.V) * masks
@@ -62,29 +59,18 @@ class RankMask(Form):
     def rotated(self, components: Tensor) -> Tensor:
         return hadamard_transform(components) if self.hadamard else components
 
-    def dense(self, code: Tensor) -> Tensor:
-        """See `Form`."""
-        masked = self.V * top_mask(code[None], self.active)
-        return self.scale * self.U @ self.rotated(masked).T
-
     def sizes(self, codes: Tensor) -> tuple[Tensor, Tensor]:
         """See `Form`; both exact."""
         u = self.rotated(self.U)  # the transform is its own transpose
         r_u, r_v = (torch.linalg.qr(factor, mode="r").R for factor in (u, self.V))
-        masks = straight_through(codes, self.active, self.temperature)
+        masks = straight_through(codes, self.active)
         return norms_of((self.scale * r_u * masks[:, None, :]) @ r_v.T)
 
     def frobenius(self, codes: Tensor) -> Tensor:
         """See `Form`."""
-        u, masks = self.rotated(self.U), straight_through(codes, self.active, self.temperature)
+        u, masks = self.rotated(self.U), straight_through(codes, self.active)
         square = ((masks @ ((u.T @ u) * (self.V.T @ self.V))) * masks).sum(dim=-1)
         return self.scale * root(square)
-
-    def flops(self, n_tokens: int, *, constant: bool = False) -> int:
-        """See `Form`. `constant`: one mask for all tokens."""
-        rank = self.active if constant else self.rank
-        rotation = self.rank * (self.rank.bit_length() - 1) if self.hadamard else 0
-        return n_tokens * (2 * rank * (self.n_in + self.n_out) + (0 if constant else rank) + rotation + self.n_out)
 
 
 def top_mask(codes: Tensor, active: int) -> Tensor:
@@ -93,16 +79,16 @@ def top_mask(codes: Tensor, active: int) -> Tensor:
     return torch.zeros_like(codes).scatter(1, order, 1.0)
 
 
-def straight_through(codes: Tensor, active: int, temperature: float) -> Tensor:
-    """Return `top_mask` with the gradient of `sigmoid((code - border) / temperature)`, the border being the smallest
-    active code (Bengio et al. 2013). NaN for non-finite codes.
+def straight_through(codes: Tensor, active: int) -> Tensor:
+    """Return `top_mask` with the gradient of `sigmoid(code - border)`, the border being the smallest active code
+    (Bengio et al. 2013). NaN for non-finite codes.
     """
     mask = top_mask(codes, active).where(codes.isfinite().all(dim=-1, keepdim=True), math.nan)
     if not codes.requires_grad:
         return mask
     ordered = codes.detach().sort(dim=-1, descending=True).values
     border = ordered[:, active - 1 : active]
-    soft = torch.sigmoid((codes - border) / temperature)
+    soft = torch.sigmoid(codes - border)
     return mask + soft - soft.detach()
 
 

@@ -1,6 +1,6 @@
 """Controller step over one column of decoding in Triton, without gradients.
 
-    step = controller_step(hidden, real, carry, weights, settings)      # hidden [B, 1, D], real [B, 1] bool
+    step = controller_step(hidden, real, carry, weights, config)        # hidden [B, 1, D], real [B, 1] bool
 
 The reference is `probemon.adapters.bem.controller`. Programs share the projection's weights in one launch; a second
 does the rest, one program per row. All is fp32 or fp64, without tf32. A row's result is bitwise the same in every run
@@ -12,7 +12,6 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -20,6 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from probemon.adapters.bem.config import LEVELS, BemConfig
 from probemon.adapters.bem.kernels import controller_forward as forward
 from probemon.adapters.bem.update import MOST_RANK, MOST_WIDTH
 from probemon.errors import ConfigError
@@ -40,18 +40,6 @@ WEIGHTS = (*_COMMON, *(f"{router}.{part}" for router in ROUTERS for part in _PAR
 _FIRST = {router: WEIGHTS.index(f"{router}.0.weight") for router in ROUTERS}
 
 
-@dataclass(frozen=True)
-class StepSettings:
-    """Settings as in `BemConfig`. `under`, `over`: levels of tokens below and from `token_limit`."""
-
-    ema: float
-    max_norm: float
-    prefix_tokens: int
-    token_limit: int
-    under: int
-    over: int
-
-
 class ColumnStep(NamedTuple):
     """Outputs of a column: features `z [B, 1, w]`, `carry` as `CARRY`, the rest as in `Codes`."""
 
@@ -67,13 +55,15 @@ class ColumnStep(NamedTuple):
 
 
 @functools.lru_cache(maxsize=64)
-def step_meta(width: int, rank: int, chunk_tokens: int, settings: StepSettings, dtype: torch.dtype) -> dict[str, Any]:
+def step_meta(width: int, rank: int, chunk_tokens: int, config: BemConfig, dtype: torch.dtype) -> dict[str, Any]:
     """Return compile-time arguments per row."""
     w = triton.next_power_of_2(width)
+    # Levels of tokens below and from `token_limit`.
+    under, over = (config.level,) * 2 if config.level in LEVELS else ("token", "chunk")
     return {
-        "WIDTH": width, "RANK": rank, "SIZE": chunk_tokens, "PREFIX_CHUNKS": settings.prefix_tokens // chunk_tokens,
-        "LIMIT": settings.token_limit,
-        "UNDER": settings.under, "OVER": settings.over, "EMA": settings.ema, "MAX_NORM": settings.max_norm,
+        "WIDTH": width, "RANK": rank, "SIZE": chunk_tokens, "PREFIX_CHUNKS": config.prefix_tokens // chunk_tokens,
+        "LIMIT": config.token_limit,
+        "UNDER": LEVELS.index(under), "OVER": LEVELS.index(over), "EMA": config.ema, "MAX_NORM": config.max_norm,
         "ROOT": math.sqrt(width), "W": w,
         "R": triton.next_power_of_2(rank), "BLOCK": min(w, _TILE // (2 * w)),
         "SLOTS": min(triton.next_power_of_2(chunk_tokens), _TILE // w),
@@ -95,7 +85,7 @@ def _arithmetic(dtype: torch.dtype) -> dict[str, Any]:
 
 
 def _forward(
-    settings: StepSettings, hidden: Tensor, real: Tensor, carry: Sequence[Tensor], weights: Sequence[Tensor | None]
+    config: BemConfig, hidden: Tensor, real: Tensor, carry: Sequence[Tensor], weights: Sequence[Tensor | None]
 ) -> tuple[Any, ...]:
     """Return features, carry, codes, confidence, chunk index, boundary, level."""
     n, open_, code, *_ = carry
@@ -110,13 +100,13 @@ def _forward(
             forward.features[(triton.cdiv(b, ROWS), triton.cdiv(width, OUT))](
                 hidden, real, norm, shift, project, bias, z, b, d, ROWS=ROWS, **meta
             )
-            meta = step_meta(width, rank, size, settings, open_.dtype)
+            meta = step_meta(width, rank, size, config, open_.dtype)
             forward.step[(b,)](z, real, *carry, *others, *new_carry, *codes, *columns, **meta)
     return (z, *new_carry, *codes, *columns)
 
 
 def controller_step(
-    hidden: Tensor, real: Tensor, carry: Sequence[Tensor], weights: Mapping[str, Tensor], settings: StepSettings
+    hidden: Tensor, real: Tensor, carry: Sequence[Tensor], weights: Mapping[str, Tensor], config: BemConfig
 ) -> ColumnStep:
     """Return the outputs of one more token per row: hidden `[B, 1, D]`, real `[B, 1]` bool (False keeps the carry).
 
@@ -129,7 +119,7 @@ def controller_step(
     _check(tuple(None if t is None else (t.shape, t.dtype, t.device) for t in (hidden, real, *carry, *ordered)))
     hidden, real, carry = hidden.contiguous(), real.contiguous(), [t.contiguous() for t in carry]
     ordered = [None if t is None else t.contiguous() for t in ordered]
-    outputs = _forward(settings, hidden, real, carry, ordered)
+    outputs = _forward(config, hidden, real, carry, ordered)
     return ColumnStep(outputs[0], outputs[1:7], *outputs[7:])
 
 
@@ -156,25 +146,16 @@ def _check(kinds: tuple[tuple[torch.Size, torch.dtype, torch.device] | None, ...
             n = n_in * w
             router_shapes = zip(_PARTS_OF_ROUTER, ((n,), (n,), (w, n), (w,), (r, w), (r,)), strict=True)
             expected |= {f"{router}.{part}": shape for part, shape in router_shapes}
-    if shapes != expected:
-        wrong = {
-            name: (shapes.get(name), expected.get(name)) for name in names if shapes.get(name) != expected.get(name)
-        }
+    given, dtype, device = present["hidden"][1], present["open"][1], present["hidden"][2]
+    dtypes = {"n": torch.int64, "real": torch.bool, "hidden": given if given.is_floating_point else dtype}
+    wanted = {name: (shape, dtypes.get(name, dtype), device) for name, shape in expected.items()}
+    have = {name: (shapes[name], *kind[1:]) for name, kind in present.items()}
+    wrong = {name: (have.get(name), wanted.get(name)) for name in names if have.get(name) != wanted.get(name)}
+    if wrong:
         raise ConfigError(
-            f"shapes differ as (given, expected) in {wrong}: give weights by their names in the"
-            " controller, and one column of B rows"
+            f"inputs differ as (given, expected) in {wrong}: give weights by their names in the controller, and one"
+            " column of B rows, on one device"
         )
-    dtype, device = present["open"][1], present["hidden"][2]
-    for name, (_, tensor_dtype, tensor_device) in present.items():
-        if name == "hidden":
-            fine = tensor_dtype.is_floating_point
-        else:
-            fine = tensor_dtype == {"n": torch.int64, "real": torch.bool}.get(name, dtype)
-        if tensor_device != device or not fine:
-            raise ConfigError(
-                f"{name} is {tensor_dtype} on {tensor_device}; hidden is on {device}, open {dtype}: n is int64, real"
-                " bool, hidden floating, all else as open, on one device"
-            )
     if dtype not in (torch.float32, torch.float64):
         raise ConfigError(
             f"the carry is {dtype}: the kernel has torch.float32 and torch.float64; use impl='reference' for others"

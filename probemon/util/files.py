@@ -54,14 +54,6 @@ def write_text_atomically(path: Path, text: str) -> None:
 def replacing(path: Path) -> Iterator[Path]:
     """Yield a temporary file next to `path`, which takes its place at the end. An error removes it."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with replacing(path) as temporary:
-        temporary.write_text(text, encoding="utf-8")
-        temporary.chmod(0o644)
-
-
-@contextmanager
-def replacing(path: Path) -> Iterator[Path]:
-    """In the block, give a temporary file next to `path`; afterwards rename it to that, or remove it after an error."""
     handle, name = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.parent)
     os.close(handle)
     try:

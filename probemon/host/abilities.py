@@ -15,7 +15,7 @@ import copy
 import json
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from probemon.core.probes import is_recurrent, parse_site
@@ -144,11 +144,6 @@ class Abilities:
         trials = _trials_of(self._model)
         return trials is not None and trials.drops_mask
 
-    def on_twin(self, name: str, trial: Callable[[Any], Any]) -> Any:
-        """Return `trial`'s result on a copy of the twin, cached by kind of model and `name`; None if it fails."""
-        trials = _trials_of(self._model)
-        return None if trials is None else trials.outcome(name, trial)
-
     def _check(self, ways: Sequence[str], length: int) -> None:
         trials = _trials_of(self._model, length)
         name = type(self._model).__name__
@@ -177,7 +172,6 @@ class _Trials:
 
     def __init__(self, kind: type, config: Any) -> None:
         self._distances: dict[str, float | None] = {}
-        self._outcomes: dict[str, Any] = {}
         self._shapes: dict[Kind, tuple[int, ...]] | None = None
         self._with_stream: set[Kind] | None = None
         self._drops: bool | None = None
@@ -215,16 +209,6 @@ class _Trials:
                 with isolated():
                     self._drops = drops_mask(copy.deepcopy(self._model))
             return self._drops
-
-    def outcome(self, name: str, trial: Callable[[Any], Any]) -> Any:
-        with self._lock:
-            if name not in self._outcomes:
-                with isolated():
-                    try:
-                        self._outcomes[name] = trial(copy.deepcopy(self._model))
-                    except Exception:  # model code may raise anything
-                        self._outcomes[name] = None
-            return self._outcomes[name]
 
     def shapes(self) -> dict[Kind, tuple[int, ...]]:
         """Return shapes of sites for two rows."""

@@ -31,7 +31,7 @@ from probemon.adapters.bem.governance import Governor
 from probemon.adapters.bem.int8 import make_int8
 from probemon.adapters.bem.levels import LearnedLevels
 from probemon.adapters.bem.measures import Measured
-from probemon.adapters.bem.model_hooks import Host, ModelHooks, take_layer_hook
+from probemon.adapters.bem.model_hooks import Host, ModelHooks
 from probemon.adapters.bem.saved import check_fit, check_kept, read_saved, write_saved
 from probemon.adapters.bem.sharded import check_spread
 from probemon.adapters.bem.sites import device_of, find_sites, make_updates
@@ -131,15 +131,12 @@ class Bem(nn.Module):
 
     def measure(self, stack: ExitStack) -> None:
         """Measure updates until `stack` closes, for hooks on `measured`."""
-        model, _, layers = self._host
+        model = self.host
         forget_hook_free_graphs()
         forget_compiled(model)
         stack.callback(forget_compiled, model)
-        # Other runs need no hooks on layers.
-        self.measured.ask(self)
+        self.measured.n_asking += 1
         stack.callback(self._stop_measuring)
-        for number in sorted(self.measured.layers):
-            stack.callback(layers[number].register_forward_hook(take_layer_hook(lambda: self._hooks, number)).remove)
 
     def _stop_measuring(self) -> None:
         self.measured.n_asking -= 1

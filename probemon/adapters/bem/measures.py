@@ -6,8 +6,6 @@
     names_of(bem)                                # of the K columns: [("o.3", "ratio"), ("o.4", "ratio"), ...]
 
 - `ratio`: norm of the update, as added, over that of the site's own output.
-- `moved`: norm of the update over that of the layer's hidden state without it. NaN if the update is not known to reach
-  it unchanged (`probemon.adapters.bem.residual`).
 - `share` (except low_rank): what the limits leave of the update, 0 to 1.
 - `energy 0`, `energy 1`, .. (head groups): log mean square of the site's input.
 
@@ -25,7 +23,6 @@ from torch import Tensor, nn
 
 from probemon.adapters.bem.form_governance import FormGovernor
 from probemon.adapters.bem.forms.head_groups import HeadGroups, group_energy
-from probemon.adapters.bem.residual import multipliers
 from probemon.adapters.bem.sites import Site
 
 if TYPE_CHECKING:
@@ -35,35 +32,21 @@ if TYPE_CHECKING:
 class Measured(nn.Module):
     """Passes on a forward's measures `[B, T, K]` to hooks; K is 0 if none were asked for in time."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.n_asking = 0
-        # Share of an update that arrives, by site key; their layers.
-        self.multipliers: dict[str, float] = {}
-        self.layers: set[int] = set()
-
-    def ask(self, bem: Bem) -> None:
-        """Prepare measuring, before the model runs."""
-        self.multipliers = multipliers(bem)
-        self.layers = {site.layer for site in bem.sites if site.key in self.multipliers}
-        self.n_asking += 1
+    n_asking = 0
 
     def forward(self, sizes: Tensor) -> Tensor:
         return sizes
 
 
 class Measures:
-    """The measures of one forward. `awaited`: sites and layers that have not run yet."""
+    """The measures of one forward. `awaited`: sites that have not run yet."""
 
     def __init__(self, bem: Bem) -> None:
-        self._bem, self._layers = bem, bem.measured.layers
-        self.awaited: set[str | int] = {*(site.key for site in bem.sites), *self._layers}
+        self._bem = bem
+        self.awaited = {site.key for site in bem.sites}
         self._updates: dict[str, Tensor] = {}  # norms `[M]`, by site key
         self._outputs: dict[str, Tensor] = {}
-        self._hidden: dict[str, Tensor] = {}
         self._energies: dict[str, Tensor] = {}  # `[M, G]`
-        self._deltas: dict[int, list[tuple[Site, Tensor]]] = {}
-        self._multipliers = bem.measured.multipliers
 
     @torch.no_grad()
     def take(self, site: Site, x: Tensor, base: Tensor, steered: Tensor) -> None:
@@ -72,28 +55,11 @@ class Measures:
             return
         self.awaited.discard(site.key)
         wide = torch.promote_types(base.dtype, torch.float32)
-        delta = steered.to(wide) - base
-        self._updates[site.key] = torch.linalg.vector_norm(delta, dim=-1)
+        self._updates[site.key] = torch.linalg.vector_norm(steered.to(wide) - base, dim=-1)
         self._outputs[site.key] = torch.linalg.vector_norm(base, dim=-1, dtype=wide)
         form = self._bem.updates[site.key]
         if isinstance(form, HeadGroups):
             self._energies[site.key] = group_energy(x.to(wide), form.n_codes)
-        if site.key in self._multipliers:
-            self._deltas.setdefault(site.layer, []).append((site, delta))
-
-    @torch.no_grad()
-    def take_layer(self, layer: int, hidden: Tensor) -> None:
-        """Take a layer's output hidden state."""
-        if layer not in self.awaited:
-            return
-        self.awaited.discard(layer)
-        flat = hidden.reshape(-1, hidden.shape[-1])
-        for site, delta in self._deltas.pop(layer, []):
-            if flat.shape == delta.shape:
-                multiplier = self._multipliers[site.key]
-                without = torch.sub(flat.to(delta.device, non_blocking=True), delta, alpha=multiplier)
-                # Divided, as the update is taken unscaled.
-                self._hidden[site.key] = torch.linalg.vector_norm(without, dim=-1) / multiplier
 
     @torch.no_grad()
     def all(self, applied: Mapping[str, Tensor], n_tokens: int, device: torch.device) -> Tensor:
@@ -105,10 +71,7 @@ class Measures:
             return torch.stack([norm.to(device, torch.float32, non_blocking=True) for norm in every], dim=1)
 
         updates = together(self._updates)
-        columns = [
-            _share(updates, together(self._outputs)),
-            _share(updates, together(self._hidden)),
-        ]
+        columns = [_share(updates, together(self._outputs))]
         if _have_shares(self._bem):
             columns.append(together({key: applied[key][:, -1].detach() for key in self._updates}))
         for site in self._bem.sites:
@@ -121,7 +84,7 @@ class Measures:
 
 def names_of(bem: Bem) -> list[tuple[str, str]]:
     """Return each column's site name and measure."""
-    sizes = ("ratio", "moved", "share") if _have_shares(bem) else ("ratio", "moved")
+    sizes = ("ratio", "share") if _have_shares(bem) else ("ratio",)
     shares = [(site.name, what) for what in sizes for site in bem.sites]
     return shares + [(site.name, f"energy {g}") for site in bem.sites for g in range(_n_groups(bem, site))]
 

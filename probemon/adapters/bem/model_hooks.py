@@ -383,14 +383,6 @@ class ModelHooks:
             self._pass_measures(forward)
         return (steered, *output[1:]) if with_routing else steered
 
-    def take_layer(self, layer: int, output: Any) -> None:
-        """Take a layer's output, if measured."""
-        forward = self._thread.forward
-        if forward is not None and forward.measures is not None:
-            hidden = output[0] if isinstance(output, tuple) else output
-            forward.measures.take_layer(layer, hidden.detach())
-            self._pass_measures(forward)
-
     def _pass_measures(self, forward: Forward, whole: bool = True) -> None:
         """Pass measures on once; if `whole`, when complete."""
         measures, real = forward.measures, forward.real
@@ -433,17 +425,6 @@ class ModelHooks:
                 " layers alone"
             )
         return forward
-
-
-def take_layer_hook(hooks_now: Callable[[], ModelHooks | None], layer: int) -> Callable[..., Any]:
-    """Return a forward hook that gives a layer's output to the current hooks."""
-
-    def take_layer(module: nn.Module, args: Any, output: Any) -> None:
-        hooks = hooks_now()
-        if hooks is not None:
-            hooks.take_layer(layer, output)
-
-    return _hook(take_layer)
 
 
 def _own_precision(device: torch.device) -> AbstractContextManager[Any]:

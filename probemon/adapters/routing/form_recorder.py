@@ -44,7 +44,6 @@ class FormLimits:
     - `saturated`: share of outputs stretched to the bound.
     - `correlated`: correlation between two gates.
     - `ratio`: update size relative to the site's own output, 95th percentile.
-    - `moved`: how far an update moves the hidden state, as a share of it, 95th percentile.
 
     Non-finite values always alert.
     """
@@ -53,7 +52,6 @@ class FormLimits:
     saturated: float | None = 0.5
     correlated: float | None = 0.95
     ratio: float | None = 1.0
-    moved: float | None = 0.5
 
     def __post_init__(self) -> None:
         for limit in fields(self):
@@ -153,9 +151,8 @@ class FormRecorder:
     def report(self) -> dict[str, dict[str, Any]]:
         """Return by site name what its form did over `n_tokens` tokens. Unknown values are None.
 
-        - every form: `ratio`, `ratio_p95` of the update to the site's own output; `moved`, `moved_p95`, how far it
-          moves the layer's hidden state (see `probemon.adapters.bem.measures`); `n_sizes_not_finite` tokens left out of
-          these.
+        - every form: `ratio`, `ratio_p95` of the update to the site's own output; `n_sizes_not_finite` tokens left out
+          of these.
         - head_groups: `gate_mean`, `gate_variance`, `gate_p5`, `gate_p95` by group; `gate_correlations`, and the
           largest, `gate_correlation`; `share` of the update's square by group; `energy` by group, mean log of the
           input's mean square, and `n_silent` tokens without one.
@@ -188,8 +185,8 @@ class FormRecorder:
         for site, sizes in by_site.items():
             energies = [sizes[name] for name in sizes if name.startswith("energy")]
             sizes_by_site[site] = {
-                **{name: _of_finite(np.mean, sizes[name]) for name in ("ratio", "moved")},
-                **{f"{name}_p95": _of_finite(np.quantile, sizes[name], 0.95) for name in ("ratio", "moved")},
+                "ratio": _of_finite(np.mean, sizes["ratio"]),
+                "ratio_p95": _of_finite(np.quantile, sizes["ratio"], 0.95),
                 "n_sizes_not_finite": int((~np.isfinite(sizes["ratio"])).sum()),
             }
             if energies:
@@ -209,7 +206,6 @@ class FormRecorder:
                 limits.ratio,
                 "at one token in twenty the update is {:.2g} times as large as the site's own output",
             ),
-            ("moved_p95", limits.moved, "at one token in twenty the update moves the hidden state by {:.0%} of it"),
             ("n_not_finite", 0, "codes of {} tokens were not finite"),
             ("n_sizes_not_finite", 0, "sizes of updates of {} tokens were not finite"),
         )

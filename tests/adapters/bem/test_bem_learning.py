@@ -487,7 +487,7 @@ def test_a_constant_code_becomes_a_lora_that_peft_loads(tmp_path, cap):
             merged.get_submodule(name).weight += found.dense(name)
     loaded = logits_of(PeftModel.from_pretrained(model, tmp_path / "lora"), mask=MASK)
     real = MASK == 1
-    assert (loaded - logits_of(merged, mask=MASK))[real].abs().max() < 1e-5
+    assert (loaded - logits_of(merged, mask=MASK))[real].abs().max() < 2e-5
     assert (loaded - expected)[real].abs().max() < 1e-5 and (expected - logits_of(make_host(), mask=MASK))[
         real
     ].abs().max() > 0.1

@@ -60,7 +60,7 @@ def profile_sites(bem: Bem, call: Callable[[], object]) -> Profile:
         _watch(stack, "controller", bem.controller, prefix="")
         for site in bem.sites:
             _watch(stack, site.key, site.module, prefix="layer ")
-        with profile(activities=_activities()) as profiler, record_function(_name("call")):
+        with profile() as profiler, record_function(_name("call")):
             call()
     spans = {
         event.key: TimedSpan(event.cpu_time_total * 1e-6, getattr(event, "device_time_total", 0.0) * 1e-6, event.count)
@@ -128,15 +128,12 @@ def _watch(stack: ExitStack, key: str, module: nn.Module, prefix: str) -> None:
         if open_spans:
             open_spans.pop().__exit__(None, None, None)
 
-    def before(*_: Any) -> None:
-        begin(f"{prefix}{key}")
-
     def between(*_: Any) -> None:
         end()
         if prefix:
             begin(f"update {key}")
 
-    stack.callback(module.register_forward_pre_hook(before).remove)
+    stack.callback(module.register_forward_pre_hook(lambda *_: begin(f"{prefix}{key}")).remove)
     # First: the adapter's hook, the update, runs between this and the last.
     stack.callback(module.register_forward_hook(between, prepend=True).remove)
     if prefix:
@@ -145,8 +142,3 @@ def _watch(stack: ExitStack, key: str, module: nn.Module, prefix: str) -> None:
 
 def _name(part: str) -> str:
     return f"probemon: {part}"
-
-
-def _activities() -> list[ProfilerActivity]:
-    gpu = [ProfilerActivity.CUDA] if torch.cuda.is_available() else []
-    return [ProfilerActivity.CPU, *gpu]

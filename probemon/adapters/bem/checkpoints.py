@@ -122,7 +122,10 @@ class _Again:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.is_grad_enabled() != self._gradients:
-            raise BemError("a reentrant checkpoint of another library than torch keeps no graph: use one that does")
+            raise BemError(
+                "this checkpoint runs a layer without a graph, so the adapter would get no gradient: enable it by"
+                " gradient_checkpointing_enable(), or give use_reentrant=False"
+            )
         is_rerun, self._ran = self._ran, True
         with frozen(self._still if is_rerun else ()):
             return self._run(self._forward, partial(self._what, **kwargs), args)

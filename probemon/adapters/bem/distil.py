@@ -46,7 +46,7 @@ from probemon.util.checks import LARGEST, check_count, check_number
 from probemon.util.files import write_text_atomically
 
 STARTS = ("nearest", "fresh")
-_MOST_INPUTS = 16_384
+_MOST_INPUTS = 8_192
 _MOST_BYTES = 2**30
 
 
@@ -226,7 +226,7 @@ def distil_trained(
 
 def _check_rank(rank: int | None) -> None:
     if rank is not None:
-        check_count("rank", rank, least=1, most=4096, remedy="give 1 or more, or None for the adapter's")
+        check_count("rank", rank, least=1, most=4096, remedy="give 1 or more (None: the adapter's)")
 
 
 def _balanced(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:

@@ -68,20 +68,24 @@ def distil(
     batches = batches_of(lessons, batch, loaded_model, tokenizer)
     with attach_bem(loaded_model, adapter) as bem:
         nearest = nearest_lora(bem, batches, rank=rank or None, ridge=None)
-        lora = nearest
+        lora, losses = nearest, list[float]()
         if steps:
-            lora, _ = distil_trained(bem, batches, settings, rank=rank or None, labels=labels)
+            lora, history = distil_trained(bem, batches, settings, rank=rank or None, labels=labels)
+            losses = history.losses
     lora.save(out)
     result = {
         "lora": str(out),
         "method": lora.method,
         "rank": lora.rank,
         "modules": len(lora.factors),
-        "nearest_loses": nearest.error,
+        "fitted_loses": nearest.error,
         "start": lora.start,
+        "trained_loss": losses[-1] if losses else None,
     }
     if as_json:
         answer(result)
         return
     say(f"{out}: a LoRA of rank {lora.rank} for {len(lora.factors)} layers, {lora.method}")
-    say(f"the nearest LoRA loses {100 * (nearest.error or 0.0):.1f} % of the squared update on this data")
+    say(f"the LoRA fitted to the updates loses {100 * (nearest.error or 0.0):.1f} % of their square on this data")
+    if losses:
+        say(f"trained for {steps} steps from the {lora.start} start: loss {losses[0]:.4f}, at the end {losses[-1]:.4f}")

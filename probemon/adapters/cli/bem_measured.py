@@ -130,14 +130,14 @@ class Measured:
 
 
 def _which_is_better(difference: Difference) -> str:
-    by = f"{abs(difference.value):.4f} nats a label ({_interval(difference)})"
+    by = f"adapter minus LoRA {difference.value:+.4f} nats a label ({_interval(difference)})"
     on = f"on {difference.n_better} of {difference.n_documents} documents the adapter is better"
-    if difference.low is not None and difference.high is not None and difference.low <= 0 <= difference.high:
-        return f"neither is shown to be better, the adapter or a LoRA of its size: they differ by {by}; {on}"
+    if difference.low is None or difference.high is None or difference.low <= 0 <= difference.high:
+        return f"neither is shown to be better, the adapter or a LoRA of its size: {by}; {on}"
     better, other = (
         ("the adapter", "a LoRA of its size") if difference.value < 0 else ("a LoRA of its size", "the adapter")
     )
-    return f"{better} is better than {other} by {by}; {on}"
+    return f"{better} is better than {other}: {by}; {on}"
 
 
 def _interval(difference: Difference) -> str:

@@ -38,7 +38,9 @@ def train(
     model: opt.Model,
     data: Data,
     out: Annotated[Path, typer.Option(help="The adapter's folder. An unfinished training in it is continued.")],
-    form: Annotated[str, typer.Option(help="Form of the update: low_rank, film, ... (docs/bem-rows.md).")] = "low_rank",
+    form: Annotated[
+        str, typer.Option(help="Form of the update: low_rank, kronecker, .. (docs/bem-rows.md).")
+    ] = "low_rank",
     rank: Annotated[int, typer.Option(help="Numbers of a code.")] = 8,
     sites: Annotated[str, typer.Option(help="Kinds of layers, some of q,k,v,o,down.")] = "o,down",
     layers: Annotated[str, typer.Option(help="Layers of the model, as 8,12,16 or 20-29; all: every one.")] = "all",

@@ -11,6 +11,7 @@ from bem_oracle import FORMS, VOCAB, make_host, randomise
 from probemon.adapters.bem import BemConfig, FallbackPolicy, attach_bem
 from probemon.adapters.bem.losses import adapter_losses
 from probemon.adapters.bem.training import Objective, TrainSettings, train
+from probemon.bundled import load_bundled
 from probemon.errors import BemError
 
 ALL = ("q", "k", "v", "o", "down")
@@ -170,6 +171,18 @@ def test_unfrozen_model_is_trained_as_without_checkpointing_and_stays_as_it_was(
     for key, expected in found[0].items():
         close = torch.equal if way == "Objective" else lambda a, b: (a - b).norm() <= 1e-4 * b.norm()
         assert close(found[1][key], expected), key
+
+
+def test_bundled_model_as_it_is_loaded_is_trained_with_checkpointing():
+    found = []
+    for checkpointed in (False, True):
+        model, _ = load_bundled(torch.float32)
+        assert next(model.parameters()).requires_grad
+        if checkpointed:
+            checkpoint(model, False)
+        with attach_bem(model, BemConfig(rank=2, layers=(29,))) as bem:
+            found.append(train(bem, [{"input_ids": IDS, "labels": IDS}], TrainSettings(n_steps=2, lr=1e-2)).losses)
+    assert found[0] == found[1] and found[0][1] < found[0][0]
 
 
 def test_unsupported_checkpointing_is_refused():

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from probemon.adapters.bem.attached import Bem
 from probemon.adapters.bem.evaluation.statistics import Doubles, document_interval
+from probemon.adapters.bem.form_governance import FormGovernor
 from probemon.adapters.bem.losses import (
     Batch,
     applied_codes,
@@ -126,11 +127,11 @@ def by_document(
 @torch.no_grad()
 def share_at_limits(bem: Bem, batches: Sequence[Batch]) -> float | None:
     """Return the share of updates, one a token and site, that `spectral_cap` or `trust_region` makes smaller; None
-    without either, or with level="learned", whose codes before the limits are a mixture of levels by site.
+    without either.
     """
-    if (bem.config.spectral_cap is None and bem.config.trust_region is None) or bem.levels is not None:
+    if bem.config.spectral_cap is None and bem.config.trust_region is None:
         return None
-    n_limited = n_updates = 0
+    n_limited, n_updates, levels = 0, 0, {} if bem.levels is None else bem.levels.chosen()
     with mode(bem.host, training=False):
         for batch in batches:
             real = real_tokens(batch)
@@ -138,8 +139,14 @@ def share_at_limits(bem: Bem, batches: Sequence[Batch]) -> float | None:
                 bem.host(**forward_inputs(bem.host, batch), use_cache=False)
             limited, taken = applied_codes(bem, recorded[-1]), codes_taken(bem, recorded[-1])
             for site in bem.sites:
-                before, after = (codes[real].double() for codes in (taken[site.chunked], limited[site.key]))
-                n_limited += int((after.norm(dim=-1) < before.norm(dim=-1) * (1 - _ROUNDING)).sum())
+                after = limited[site.key][real].double()
+                if isinstance(bem.governor, FormGovernor):  # the share that is left; without a code there is no update
+                    smaller = (after[:, -1] < 1 - _ROUNDING) & (after[:, :-1] != 0).any(dim=-1)
+                else:
+                    level = levels.get(site.name)
+                    before = (taken[site.chunked] if level is None else recorded[-1].of(level))[real].double()
+                    smaller = after.norm(dim=-1) < before.norm(dim=-1) * (1 - _ROUNDING)
+                n_limited += int(smaller.sum())
                 n_updates += int(real.sum())
     return n_limited / n_updates if n_updates else 0.0
 

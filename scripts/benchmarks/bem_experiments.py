@@ -39,7 +39,6 @@ from gates import budget
 from probemon.adapters.bem import Bem, BemConfig, attach_bem
 from probemon.adapters.bem.evaluation.budget import solve
 from probemon.adapters.bem.evaluation.held_out import label_losses
-from probemon.adapters.bem.evaluation.latency import median_ratio, take_turns
 from probemon.adapters.bem.evaluation.profiler import peak_memory
 from probemon.adapters.bem.lessons import make_batches, make_lesson, split
 from probemon.adapters.bem.losses import Batch, LossWeights
@@ -50,6 +49,7 @@ from probemon.errors import ConfigError
 from probemon.util.checks import check_settings
 from probemon.util.files import write_text_atomically
 from provenance import about
+from turns import median_ratio, take_turns
 
 ASKED = {"p95_ms": 500.0, "requests_a_minute": 1000.0, "memory": 0.2}
 

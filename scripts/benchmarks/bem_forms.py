@@ -4,8 +4,9 @@
 
     python scripts/benchmarks/bem_forms.py      # writes docs/benchmarks/bem_forms.json
 
-The texts and arms are those of `domains.py` and `domain_arms.py`, and what `bem_reason.py` learned is read. Costs are
-of the layer that learns and the cut head alone, so that what an adapter adds to a layer is seen large.
+The texts and arms are those of `domains.py` and `domain_arms.py`. Costs are of the layer that learns and the cut head
+alone, so that what an adapter adds to a layer is seen large. `cut_error` is the oracle's: how far logits are from those
+of the whole model.
 """
 
 from __future__ import annotations
@@ -30,14 +31,14 @@ from transformers import DynamicCache
 
 import gates
 from comparisons import compare, pareto, pareto_shares
-from domain_arms import METHODS, Results, made
+from domain_arms import METHODS, Results, config_of, made
 from domains import DOMAINS, HEADERS, Domains
 from flops import flops
-from probemon.adapters.bem.evaluation.latency import Timed, median_ratio, take_turns
 from probemon.adapters.bem.evaluation.profiler import peak_memory, profile_sites
 from probemon.util.cache_folders import cache_dir
 from probemon.util.files import write_text_atomically
 from provenance import about
+from turns import Timed, median_ratio, take_turns
 
 N_ROUNDS = 120
 REFERENCE = "lora"
@@ -54,6 +55,7 @@ def study(seeds: Sequence[int], folder: Path, headers: str) -> dict[str, Any]:
     kept += ("held_out_shuffled", "cpu_seconds")
     return {
         "headers": headers,
+        "cut_error": data.error(config_of(data.host(), "low_rank", 0)),
         "rows": [{name: row[name] for name in kept if name in row} for row in rows],
         "costs": measured,
         "verdicts": verdicts(rows, measured, timed),

@@ -133,7 +133,7 @@ def adapted(name: str, model: Any) -> Any:
     bem = weighted(
         attach_bem(
             model,
-            BemConfig(sites=SITES, spectral_cap=1.0),
+            BemConfig(sites=SITES),
             impl="triton" if name in ("bem", "bem" + TELEMETRY) else "reference",
         )
     )
@@ -194,13 +194,13 @@ def check(model: Any, tokens: Tensor) -> dict[str, float]:
     ids = some(tokens, 2, 160, "cpu")
     with torch.inference_mode():
         before = model(ids).logits
-        with attach_bem(model, BemConfig(sites=SITES, spectral_cap=1.0)):
+        with attach_bem(model, BemConfig(sites=SITES)):
             after = model(ids).logits
         found = {"u0_max_difference": float((before - after).abs().max())}
         whole = copy.deepcopy(model).float()
         found["host_cached_vs_full_max"], found["logits_std"] = cached(whole, ids), float(whole(ids).logits.std())
         alone = whole(ids).logits
-        with weighted(attach_bem(whole, BemConfig(sites=SITES, spectral_cap=1.0))):
+        with weighted(attach_bem(whole, BemConfig(sites=SITES))):
             found["cached_vs_full_max"] = cached(whole, ids)
             found["adapter_changes_logits_by"] = float((whole(ids).logits - alone).abs().max())
     return found

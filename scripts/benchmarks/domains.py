@@ -1,40 +1,30 @@
 """Real texts of domains that conflict, on the demo model: the same word is continued in three ways, and a line before
 it says in which.
 
-    data = Domains("marks")                     # its rows as states that the frozen lower layers made, kept on disk
-    host = data.host()                          # the upper layers, which read those states
+    data = Domains("marks")                     # its rows, over the upper layers of the demo model (`cut_model.py`)
+    host = data.host()
     parts = data.parts(seed)                    # batches to learn from, to choose by, to be tested on
 
 The texts are WordNet's: of a noun its definition, kinds of it, and what it is a kind of. The line before it is a
 mark ("marks": "List B:"), which by itself says nothing, or names the domain ("words": "Its kinds:"). Both have four
 tokens.
-
-Nothing below layer `FIRST` is changed by any method, so each row's states there are computed once. The host that learns
-has the layers from `FIRST` on, an "embedding" that looks states up by their number, and of the head the rows of tokens
-that answers have: its losses are those among these tokens.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
 import random
 import sys
-from dataclasses import asdict, dataclass
-from functools import cached_property
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from torch import Tensor, nn
-from transformers import LlamaForCausalLM
+from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from cut_model import CutModel
 from probemon.bundled import load_bundled
-from probemon.util.cache_folders import cache_dir
-from probemon.util.files import write_text_atomically
 from wordnet_pack.wordnet import WordNet, find_wordnet
 
 DOMAINS = ("definition", "kinds", "above")
@@ -92,92 +82,17 @@ def rows(tokenizer: Any, kind: str) -> list[Row]:
     return made
 
 
-class Domains:
-    """The rows of one kind of header, and their states before layer `FIRST`, which the demo model makes once."""
+class Domains(CutModel):
+    """The rows of one kind of header, over the layers from `FIRST` on."""
 
     def __init__(self, kind: str) -> None:
-        self.kind, self.folder = kind, cache_dir() / "bem-domains"
-        settings = [HEADERS[kind], N_WORDS, MOST_PROMPT, MOST_ANSWER, FIRST]
-        name = f"{kind}-{hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:12]}"
-        self._rows, self._states = (self.folder / f"{name}.{ending}" for ending in ("json", "npy"))
-        if not self._states.is_file():
-            self._make()
-        self.rows = [Row(**row) for row in json.loads(self._rows.read_text(encoding="utf-8"))]
-        self.starts = np.cumsum([0, *(len(row.ids) for row in self.rows)])
-
-    @torch.no_grad()
-    def _make(self) -> None:
-        model, tokenizer = load_bundled(torch.float32)
-        made = rows(tokenizer, self.kind)
-        decoder, states = model.model, [np.empty(0)] * len(made)
-        decoder.layers, decoder.norm = decoder.layers[:FIRST], nn.Identity()
-        order = sorted(range(len(made)), key=lambda i: len(made[i].ids))
-        for at in range(0, len(order), 64):
-            some = order[at : at + 64]
-            ids = nn.utils.rnn.pad_sequence([torch.tensor(made[i].ids) for i in some], batch_first=True)
-            hidden = decoder(input_ids=ids, use_cache=False).last_hidden_state  # causal: what pads is behind
-            for i, state in zip(some, hidden, strict=True):
-                states[i] = state[: len(made[i].ids)].numpy()
-        self.folder.mkdir(parents=True, exist_ok=True)
-        write_text_atomically(self._rows, json.dumps([asdict(row) for row in made]))
-        partial = self._states.with_suffix(".partial.npy")
-        np.save(partial, np.concatenate(states))
-        partial.rename(self._states)
-
-    @cached_property
-    def vocabulary(self) -> Tensor:
-        """The tokens that answers have, ascending: what the cut head gives logits of."""
-        return torch.tensor(sorted({token for row in self.rows for token in row.ids[-row.n_answer :]}))
-
-    @cached_property
-    def _pieces(self) -> dict[str, Tensor]:
-        """Weights of the upper layers, of the norm, and of the cut head."""
-        model, _ = load_bundled(torch.float32)
-        self.config = model.config
-        kept = {}
-        for name, tensor in model.state_dict().items():
-            _, *inner = name.split(".")
-            if inner[0] == "norm":
-                kept[name] = tensor
-            elif inner[0] == "layers" and int(inner[1]) >= FIRST:
-                kept[".".join(["model", "layers", str(int(inner[1]) - FIRST), *inner[2:]])] = tensor
-        kept["lm_head.weight"] = model.get_output_embeddings().weight[self.vocabulary]
-        return {name: tensor.detach().clone() for name, tensor in kept.items()}
-
-    @cached_property
-    def _table(self) -> Tensor:
-        return torch.from_numpy(np.load(self._states))
-
-    def host(self) -> Any:
-        """The upper layers of the demo model, frozen, over the states of all rows: token n of row i has the number
-        `starts[i] + n`.
-        """
-        pieces = self._pieces
-        changes = {
-            "num_hidden_layers": self.config.num_hidden_layers - FIRST,
-            "vocab_size": len(self.vocabulary),
-            "tie_word_embeddings": False,
-            "use_cache": False,
-            "pad_token_id": None,
-        }
-        host = LlamaForCausalLM(type(self.config)(**{**self.config.to_dict(), **changes}))
-        host.model.embed_tokens = nn.Embedding.from_pretrained(self._table, freeze=True)
-        missing, unexpected = host.load_state_dict(pieces, strict=False)
-        assert missing == ["model.embed_tokens.weight"] and not unexpected, (missing, unexpected)
-        return host.eval().requires_grad_(False)
+        self.kind = kind
+        super().__init__(rows(load_bundled()[1], kind), FIRST, kind)
 
     def batch(self, numbers: list[int]) -> dict[str, Tensor]:
-        """Rows by their numbers, padded behind. `labels` are indices into `vocabulary`, of answers alone."""
-        ids = torch.zeros(len(numbers), max(len(self.rows[i].ids) for i in numbers), dtype=torch.int64)
-        mask, labels = torch.zeros_like(ids), torch.full_like(ids, -100)
-        for at, i in enumerate(numbers):
-            row = self.rows[i]
-            n, answer = len(row.ids), torch.tensor(row.ids[-row.n_answer :])
-            ids[at, :n] = int(self.starts[i]) + torch.arange(n)
-            mask[at, :n] = 1
-            labels[at, n - row.n_answer : n] = torch.searchsorted(self.vocabulary, answer)
+        """As `CutModel`, with the number of each row's domain."""
         domain = torch.tensor([DOMAINS.index(self.rows[i].domain) for i in numbers])
-        return {"input_ids": ids, "attention_mask": mask, "labels": labels, "domain": domain}
+        return {**super().batch(numbers), "domain": domain}
 
     def words(self, seed: int) -> list[int]:
         """Numbers of the words of a seed: first those to learn from, then those to choose by, then the test's."""

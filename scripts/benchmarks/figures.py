@@ -37,7 +37,6 @@ TABLES: dict[str, tuple[Callable[[dict[str, Any]], list[str]], ...]] = {
     "architectures.json": (hosts.architectures,),
     "bem.json": (adapters.costs, adapters.grid),
     "bem_forms.json": (adapters.forms,),
-    "bem_reason.json": (adapters.reason,),
     "corpus.json": (performance.corpus,),
     "cpu.json": (
         performance.claims,
@@ -62,6 +61,7 @@ TABLES: dict[str, tuple[Callable[[dict[str, Any]], list[str]], ...]] = {
     "paging.json": (performance.paging,),
     "profile_cascade.json": (performance.profile,),
     "quality.json": (quality.rules,),
+    "routing_pays.json": (adapters.pays,),
     "serving_load.json": (service.serving,),
     "settings.json": (performance.settings,),
     "shown.json": (quality.shown, quality.shown_claims),

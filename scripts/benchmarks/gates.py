@@ -13,9 +13,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from comparisons import adjusted, compare
-from probemon.adapters.bem.evaluation.statistics import median_interval
 from probemon.errors import ConfigError
 from probemon.util.checks import check_mapping, check_number, shown
+from turns import median_interval
 
 PASSED, FAILED, NOT_JUDGED = "passed", "failed", "not judged"
 CUT_INVARIANCE = 1e-5

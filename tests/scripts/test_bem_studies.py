@@ -5,11 +5,10 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-import bem_reason
 import domain_arms
 from bem_forms import frontiers, verdicts
 from gates import FAILED, PASSED
-from probemon.adapters.bem.evaluation.latency import Timed
+from turns import Timed
 
 METHODS = ("base", "lora", "low_rank", "film", "x-lora")
 NATS = {"base": 4.0, "lora": 3.2, "low_rank": 3.1, "film": 3.3, "x-lora": 3.2}
@@ -71,15 +70,3 @@ def test_finished_runs_are_not_trained_again(tmp_path, monkeypatch):
     found = [results.at(SimpleNamespace(kind="marks"), "an arm, 0", 3, 0.01) for _ in range(2)]
     assert found[0] == found[1] and calls == ["an arm, 0"]
     assert [file.name for file in (tmp_path / "new").iterdir()] == ["marks-an_arm_0-3-0.01.json"]
-
-
-def test_reason_study_reports_losses_of_the_others_by_seed():
-    rows = [
-        {"method": m, "n_trainable": 9, "held_out": dict.fromkeys(("definition", "kinds", "above", "all"), nats + seed)}
-        | ({"held_out_frozen": {"all": nats + 1}, "held_out_shuffled": {"all": nats + 2}} if m == "low_rank" else {})
-        for m, nats in (("low_rank", 3.0), ("lora", 3.25))
-        for seed in range(5)
-    ]
-    lora, routed = (bem_reason.summarised("marks", method, rows) for method in ("lora", "low_rank"))
-    assert lora["over_routed"] == {"mean": 0.25, "low": 0.25, "high": 0.25, "p": 1 / 32, "n": 5}
-    assert lora["nats"]["kinds"] == 5.25 and (routed["frozen"], routed["shuffled"]) == (4.0, 5.0)

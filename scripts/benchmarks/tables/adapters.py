@@ -4,24 +4,45 @@ from __future__ import annotations
 
 from typing import Any
 
+PAYS_WORDS = {
+    "routed": "a routed adapter for all clients",
+    "routed, distilled": "the static LoRA of its rank that is nearest",
+    "routed, codes of others": "the adapter with another client's codes",
+    "lora": "one LoRA for all",
+    "each": "one LoRA for each client",
+    "routed, upper layers": "a routed adapter for all, last six layers",
+    "routed, upper layers, distilled": "the static LoRA of its rank that is nearest",
+    "routed, upper layers, codes of others": "the adapter with another client's codes",
+    "lora, upper layers": "one LoRA for all, last six layers",
+}
 
-def reason(found: dict[str, Any]) -> list[str]:
-    """Nats a token of each adapter on texts of domains that conflict: means over seeds, and by how much each is over
-    the routed one.
-    """
+
+def pays(found: dict[str, Any]) -> list[str]:
+    """Of each method the chosen setting, its numbers, nats a token and by how much it is over the routed adapter."""
     lines = [
-        "| the line before says it by | learns | definition | kinds | classes | all | over the routed (95 %) | p |"
-        " trainable numbers |",
-        "|---|---|---|---|---|---|---|---|---|",
+        "| learns | setting that validation chose | settings tried | trainable numbers | nats a token | over the routed"
+        " (95 %) |",
+        "|---|---|---|---|---|---|",
     ]
-    for row in found["summary"]:
-        nats, over = row["nats"], row.get("over_routed")
-        shown = " | ".join(f"{nats[domain]:.3f}" for domain in ("definition", "kinds", "above", "all"))
-        between = "" if over is None else f"{over['mean']:+.3f} ({over['low']:+.3f} to {over['high']:+.3f})"
-        p = "" if over is None else f"{over['p']:.3f}"
-        headers = {"marks": "a mark", "words": "words"}[row["headers"]]
-        lines.append(f"| {headers} | {row['method']} | {shown} | {between} | {p} | {row['n_trainable']:,} |")
+    for name, words in PAYS_WORDS.items():
+        cells = ["", "", ""]
+        if name in found["chosen"]:
+            numbers = found["tested"][name][0]["trainable"]
+            cells = [_setting(found["chosen"][name]), str(len(found["swept"][name])), f"{numbers:,}"]
+        over = [
+            f"{difference['mean']:+.3f} ({difference['low']:+.3f} to {difference['high']:+.3f})"
+            for pair, difference in found["over_routed"].items()
+            if pair.split(" over ")[0] == name
+        ]
+        lines.append(f"| {words} | {' | '.join(cells)} | {found['nats'][name]:.3f} | {'; '.join(over[:1])} |")
     return lines
+
+
+def _setting(arm: dict[str, Any]) -> str:
+    layers = f"layers {arm['layers'][0]}-{arm['layers'][-1]}"
+    if arm["method"] == "routed":
+        return f"{layers}, {', '.join(arm['sites'])}, {arm['level']} codes, rate {arm['lr']:g}"
+    return f"{layers}, {len(arm['modules'])} modules, rank {arm['rank']}, rate {arm['lr']:g}"
 
 
 def forms(found: dict[str, Any]) -> list[str]:

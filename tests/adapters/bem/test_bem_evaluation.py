@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from bem_forms import counted
-from bem_oracle import make_host, randomise
+from bem_oracle import FORMS, VOCAB, make_host, matrix_of, randomise
 from comparisons import adjusted, compare, pareto, pareto_shares, sign_flip
 from flops import flops
 from gates import (
@@ -31,13 +31,44 @@ from gates import (
 )
 from probemon.adapters.bem import BemConfig, attach_bem
 from probemon.adapters.bem.evaluation.budget import n_trainable, solve
-from probemon.adapters.bem.evaluation.latency import Timed, median_ratio, take_turns
+from probemon.adapters.bem.evaluation.held_out import share_at_limits
 from probemon.adapters.bem.evaluation.profiler import peak_memory, profile_sites
-from probemon.adapters.bem.evaluation.statistics import document_interval, median_interval, quantile_interval
+from probemon.adapters.bem.evaluation.statistics import document_interval
+from probemon.adapters.bem.losses import recorded_codes
 from probemon.errors import BemError, ConfigError, MissingExtra
+from turns import Timed, median_interval, median_ratio, quantile_interval, take_turns
 
 ROOT = Path(__file__).parents[3]
 SEEDS = [0.02, 0.01, 0.03, 0.0, 0.02, 0.015, 0.025, 0.005]
+
+
+def limited_oracle(bem, codes, site, cap):
+    """Of each token, is its update over the cap? By the singular values of dense updates, before limits."""
+    form = bem.updates[site.key]
+    if bem.levels is not None:
+        taken = codes.of(bem.levels.chosen()[site.name])
+    else:
+        taken = codes.of("chunk") if site.chunked else codes.adaptive()
+    flat = taken.flatten(0, 1)
+    low_rank, scale = bem.config.form == "low_rank", bem.config.scale
+    dense = [scale * form.U * c @ form.V.T if low_rank else matrix_of(form, c) for c in flat]
+    return [bool(torch.linalg.matrix_norm(one, 2) > cap * (1 + 1e-4)) for one in dense]
+
+
+@pytest.mark.parametrize("name", ["head_groups", "rank_mask", "learned"])
+@torch.no_grad()
+def test_share_at_limits_counts_the_updates_that_limits_make_smaller(name):
+    host, ids = make_host(), torch.randint(3, VOCAB, (2, 9), generator=torch.Generator().manual_seed(0))
+    config = BemConfig(rank=3, level="learned", width=8) if name == "learned" else FORMS[name]
+    for cap in (1e-4, 0.2, 1e4):
+        with attach_bem(host, replace(config, spectral_cap=cap, trust_region=None)) as bem:
+            randomise(bem, size=0.5)
+            with recorded_codes(bem) as recorded:
+                host(ids)
+            expected = [over for site in bem.sites for over in limited_oracle(bem, recorded[-1], site, cap)]
+            share = share_at_limits(bem, [{"input_ids": ids, "labels": ids}])
+        assert share == pytest.approx(np.mean(expected))
+        assert cap == 0.2 or share == (cap < 1)
 
 
 def test_seed_differences_equal_the_oracle():

@@ -13,7 +13,6 @@ from conftest import make_model, n_hooks
 from gates import FAILED, integrity
 from probemon.adapters.bem import BemConfig, attach_bem, quantize, with_batch_backoff
 from probemon.adapters.bem.distil import distil, distil_trained
-from probemon.adapters.bem.evaluation.latency import take_turns
 from probemon.adapters.bem.evaluation.profiler import peak_memory
 from probemon.adapters.bem.fallback import FallbackPolicy
 from probemon.adapters.bem.imitation import imitate
@@ -32,6 +31,7 @@ from probemon.errors import (
     UnsupportedModel,
 )
 from probemon.util.files import sha256
+from turns import take_turns
 
 SMALL = {"rank": 3, "width": 6, "chunk_tokens": 4, "prefix_tokens": 8}
 IDS = torch.tensor([[1, 44, 3, 17, 8, 9]])

@@ -5,7 +5,7 @@
     profile.sites["o_3"].update, profile.sites["o_3"].layer        # TimedSpan
     peak_memory(lambda: model(ids))                                # bytes more than before
 
-A profiler slows the call: for durations see `probemon.adapters.bem.evaluation.latency`.
+A profiler slows the call, so take durations without one (`torch.utils.benchmark`).
 """
 
 from __future__ import annotations

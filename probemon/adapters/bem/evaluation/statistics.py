@@ -1,14 +1,8 @@
-"""Intervals of a mean over documents, of a quantile and of a median.
-
-document_interval(sums, counts)                             # one of each for each document
-quantile_interval(seconds, 0.95)
-median_interval(ratios)
-"""
+"""The interval of a mean over documents: document_interval(sums, counts), one of each for each document."""
 
 from __future__ import annotations
 
 import importlib
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -51,37 +45,6 @@ def document_interval(
         rng=np.random.default_rng(0),
     )
     return float(drawn.confidence_interval.low), float(drawn.confidence_interval.high)
-
-
-def quantile_interval(
-    values: Sequence[float] | Doubles, q: float, *, confidence: float = 0.95
-) -> tuple[float, float] | None:
-    """Return the bootstrap interval of a quantile (9,999 draws); None with fewer than five values beyond it. Raises
-    `ConfigError`.
-    """
-    check_share("q", q)
-    check_share("confidence", confidence)
-    x = finite_numbers("values", values)
-    if len(x) * min(q, 1 - q) < 5 - 1e-9:
-        return None
-    rng = np.random.default_rng(0)
-    drawn = np.concatenate([np.quantile(x[rng.integers(0, len(x), (101, len(x)))], q, axis=1) for _ in range(99)])
-    low, high = np.quantile(drawn, [(1 - confidence) / 2, (1 + confidence) / 2])
-    return float(low), float(high)
-
-
-def median_interval(values: Sequence[float] | Doubles, *, confidence: float = 0.95) -> tuple[float, float] | None:
-    """Return the interval of the median by order statistics. None for too few values, or if one is not finite."""
-    ordered = np.sort(np.asarray(values, dtype=np.float64))
-    n, tail = len(ordered), (1 - confidence) / 2
-    # P(k-th smallest > median) = P(fewer than k heads).
-    below, k = 0.0, 0
-    while k < n and below < 1 - tail:
-        below += math.comb(n, k) / 2**n
-        k += 1
-    if below < 1 - tail or not np.isfinite(ordered).all():
-        return None
-    return float(ordered[n - k]), float(ordered[k - 1])
 
 
 def finite_numbers(name: str, values: Sequence[float] | Doubles) -> Doubles:

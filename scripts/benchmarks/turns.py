@@ -10,16 +10,17 @@ Compare within a round: on a shared machine, minutes differ more than adapters.
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
-from probemon.adapters.bem.evaluation.statistics import median_interval, quantile_interval
+from probemon.adapters.bem.evaluation.statistics import Doubles, finite_numbers
 from probemon.errors import ConfigError
-from probemon.util.checks import check_callable, check_count, shown
+from probemon.util.checks import check_callable, check_count, check_share, shown
 
 
 @dataclass(frozen=True)
@@ -87,3 +88,34 @@ def median_ratio(timed: Timed, other: Timed) -> Quantile:
 def _wait() -> None:
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         torch.cuda.synchronize()
+
+
+def quantile_interval(
+    values: Sequence[float] | Doubles, q: float, *, confidence: float = 0.95
+) -> tuple[float, float] | None:
+    """Return the bootstrap interval of a quantile (9,999 draws); None with fewer than five values beyond it. Raises
+    `ConfigError`.
+    """
+    check_share("q", q)
+    check_share("confidence", confidence)
+    x = finite_numbers("values", values)
+    if len(x) * min(q, 1 - q) < 5 - 1e-9:
+        return None
+    rng = np.random.default_rng(0)
+    drawn = np.concatenate([np.quantile(x[rng.integers(0, len(x), (101, len(x)))], q, axis=1) for _ in range(99)])
+    low, high = np.quantile(drawn, [(1 - confidence) / 2, (1 + confidence) / 2])
+    return float(low), float(high)
+
+
+def median_interval(values: Sequence[float] | Doubles, *, confidence: float = 0.95) -> tuple[float, float] | None:
+    """Return the interval of the median by order statistics. None for too few values, or if one is not finite."""
+    ordered = np.sort(np.asarray(values, dtype=np.float64))
+    n, tail = len(ordered), (1 - confidence) / 2
+    # P(k-th smallest > median) = P(fewer than k heads).
+    below, k = 0.0, 0
+    while k < n and below < 1 - tail:
+        below += math.comb(n, k) / 2**n
+        k += 1
+    if below < 1 - tail or not np.isfinite(ordered).all():
+        return None
+    return float(ordered[n - k]), float(ordered[k - 1])

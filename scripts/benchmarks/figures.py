@@ -36,6 +36,7 @@ PACKS = ("wordnet-smollm2-135m", "wordnet-smollm2-135m-mlp")
 TABLES: dict[str, tuple[Callable[[dict[str, Any]], list[str]], ...]] = {
     "architectures.json": (hosts.architectures,),
     "bem.json": (adapters.costs, adapters.grid),
+    "bem_commands.json": (adapters.commands,),
     "bem_forms.json": (adapters.forms,),
     "corpus.json": (performance.corpus,),
     "cpu.json": (

@@ -4,6 +4,25 @@ from __future__ import annotations
 
 from typing import Any
 
+
+def commands(found: dict[str, Any]) -> list[str]:
+    """What the documented commands made at each seed, beside their LoRA."""
+    lines = [
+        "| seed | held out, adapter | LoRA | adapter minus LoRA (95 %) | other rows, adapter | LoRA | right style,"
+        " adapter | LoRA |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for one in found["seeds"]:
+        trained, other, answers = one["train"], one["eval"], one["answers"]
+        over = trained["lora"]["adapter_minus_lora"]
+        styles = (f"{answers[who]['right_style']} of {answers[who]['prompts']}" for who in ("adapter", "lora"))
+        losses = [f"{run[who]['loss']:.4f}" for run in (trained, other) for who in ("held_out", "lora")]
+        between = f"{over['difference']:+.4f} ({over['low']:+.4f} to {over['high']:+.4f})"
+        cells = (str(one["seed"]), *losses[:2], between, *losses[2:], *styles)
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
 PAYS_WORDS = {
     "routed": "a routed adapter for all clients",
     "routed, distilled": "the static LoRA of its rank that is nearest",

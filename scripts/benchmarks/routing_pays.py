@@ -344,7 +344,7 @@ def study(results: Results, methods: Sequence[str]) -> dict[str, Any]:
     }
     tested = {name: [results.of(arm, seed, test=True) for seed in SEEDS] for name, arm in chosen.items()}
     losses = {name: [one["test"] for one in found] for name, found in tested.items()}
-    for routed in set(PAIRS) & set(methods):
+    for routed in (name for name in PAIRS if name in methods):
         losses |= {f"{routed}{end}": [one[name] for one in tested[routed]] for end, name in FROM_ROUTED.items()}
     over = {
         f"{name} over {routed}": asdict(compare([b - a for a, b in zip(losses[routed], losses[name], strict=True)]))

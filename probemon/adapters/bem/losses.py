@@ -225,6 +225,14 @@ def model_inputs(batch: Batch) -> dict[str, Tensor]:
     return {name: batch[name] for name in ("input_ids", "attention_mask", "position_ids") if name in batch}
 
 
+def as_batch(
+    input_ids: Tensor, attention_mask: Tensor | None, labels: Tensor | None, position_ids: Tensor | None
+) -> Batch:
+    """Return what is given as a batch."""
+    given = {"input_ids": input_ids, "attention_mask": attention_mask, "labels": labels, "position_ids": position_ids}
+    return {name: tensor for name, tensor in given.items() if tensor is not None}
+
+
 def forward_inputs(host: nn.Module, batch: Batch, decoder: nn.Module | None = None) -> dict[str, Tensor]:
     """Return a batch's inputs for a forward of the model, or of its `decoder` alone.
 

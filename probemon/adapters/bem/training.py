@@ -26,6 +26,7 @@ from probemon.adapters.bem.losses import (
     Batch,
     LossWeights,
     adapter_losses,
+    as_batch,
     check_learnable,
     mode,
     model_inputs,
@@ -246,9 +247,8 @@ class Objective(nn.Module):
         position_ids: Tensor | None = None,
     ) -> dict[str, Tensor]:
         """As `adapter_losses`."""
-        inputs: dict[str, Tensor | None] = {"input_ids": input_ids, "attention_mask": attention_mask, "labels": labels}
-        inputs["position_ids"] = position_ids
-        losses = adapter_losses(self.bem, {name: x for name, x in inputs.items() if x is not None}, self.weights)
+        batch = as_batch(input_ids, attention_mask, labels, position_ids)
+        losses = adapter_losses(self.bem, batch, self.weights)
         return {"loss": losses.total, "logits": losses.logits}
 
     def train(self, mode: bool = True) -> Objective:

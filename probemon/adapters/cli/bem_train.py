@@ -161,10 +161,10 @@ def train(
 
 @dataclass
 class _Training:
-    """One training of an adapter, and of the LoRA beside it.
+    """One training of an adapter, and of a LoRA of its size.
 
     - `documents`: of the held-out rows
-    - `beside`: the place and size of the LoRA
+    - `beside`: where that LoRA is, and its rank
     """
 
     host: Any

@@ -21,7 +21,15 @@ from torch import Tensor, nn
 
 from probemon.adapters.bem.attached import Bem
 from probemon.adapters.bem.distil import StaticLora, module_name
-from probemon.adapters.bem.losses import LossWeights, forward_inputs, kl_to_base, mode, next_labels, real_tokens
+from probemon.adapters.bem.losses import (
+    LossWeights,
+    as_batch,
+    forward_inputs,
+    kl_to_base,
+    mode,
+    next_labels,
+    real_tokens,
+)
 from probemon.errors import MissingExtra, UnsupportedModel
 
 _NAME = "beside"
@@ -55,9 +63,7 @@ class LoraBeside(nn.Module):
     ) -> dict[str, Tensor]:
         """Return the weighted sum of the cross-entropy of labels and of KL(with the LoRA || bare model)."""
         [peft_model] = self._peft
-        given = {"input_ids": input_ids, "attention_mask": attention_mask, "labels": labels}
-        batch = {name: x for name, x in {**given, "position_ids": position_ids}.items() if x is not None}
-        host = peft_model.get_base_model()
+        batch, host = as_batch(input_ids, attention_mask, labels, position_ids), peft_model.get_base_model()
         inputs = forward_inputs(host, batch)
         logits: Tensor = host(**inputs, use_cache=False).logits
         targets = next_labels(host, batch).flatten()
